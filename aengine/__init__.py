@@ -1,0 +1,1 @@
+"""An LLM inference engine that lives inside an asyncio program."""

@@ -1,0 +1,119 @@
+"""What crosses between deciding and launching: host integers only, one object a step.
+
+A `StepPlan` is made by `policy.scheduler`, read by `execute` and never written again (law 4: the
+arrays are this step's own copies). A `StepResult` is what came back to the host for that plan.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from aengine.request import Request
+
+    IntArray = npt.NDArray[np.int32]
+
+
+class LaneKind(enum.Enum):
+    """How prefill and decode share the device in one step."""
+
+    PLAIN = "plain"
+    PRIORITY = "priority"
+    GREEN = "green"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmPartition:
+    """A split of the device for one step. `prefill` and `decode` count SMs (CPU: threads).
+
+    `PLAIN` is "no split": both run on the whole device and the counts are those of the device.
+    """
+
+    kind: LaneKind
+    prefill: int
+    decode: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotInit:
+    """A sequence takes a slot (for the first time, or again after a preemption) in this step.
+
+    The launch side builds the slot's sampling state from it: parameters, token counts, seed.
+    `output_token_ids` are the tokens generated before a preemption, oldest first.
+    """
+
+    slot: int
+    request: Request
+    output_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class StepPlan:
+    """One step: R rows, decode rows first, each a run of consecutive tokens of one sequence.
+
+    Rows `0 .. num_decode-1` compute one token each whose id is in the FutureMap at the row's slot:
+    the host may not know it yet. Rows from `num_decode` on compute host-known tokens (a chunk of a
+    prompt, or a preempted sequence coming back), laid end to end in `prefill_token_ids`.
+
+    Shapes: `slots`, `starts`, `lengths`, `num_blocks` are [R] int32; `block_tables` is [R, widest]
+    int32, row i valid up to `num_blocks[i]`, 0 beyond; `samples` is [R] bool; `seq_ids` is [R].
+    """
+
+    step_id: int
+    num_decode: int
+    seq_ids: Sequence[int]
+    slots: IntArray
+    starts: IntArray
+    lengths: IntArray
+    prefill_token_ids: IntArray
+    block_tables: IntArray
+    num_blocks: IntArray
+    samples: npt.NDArray[np.bool_]
+    slot_inits: Sequence[SlotInit] = ()
+    constrained: Sequence[int] = ()
+    """Rows (indices into the plan) that sample and whose sample waits for a grammar mask."""
+    prompt_logprob_rows: Sequence[int] = ()
+    """Prefill rows whose every position wants log-probabilities."""
+    features: frozenset[str] = frozenset()
+    """What the sampling rows use beyond greedy; see `SamplerFeature` in `execute.sampler`."""
+    partition: SmPartition | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.seq_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decode + len(self.prefill_token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the token's own, its rank (1 = most likely), the top k."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class StepResult:
+    """What a finished step brought to the host.
+
+    `token_ids[j]` belongs to the j-th sampling row of the plan (`samples` in row order).
+    `logprobs` and `prompt_logprobs` are keyed by plan row; `errors` holds rows that failed alone.
+    """
+
+    step_id: int
+    token_ids: Sequence[int]
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    errors: Mapping[int, Exception] = field(default_factory=dict)

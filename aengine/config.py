@@ -1,0 +1,185 @@
+"""The engine's settings: frozen, validated when built, derived values are properties.
+
+`Engine(...)` builds an `EngineConfig` from its keyword arguments; its parts are handed to the rooms
+that need them, so that no room sees more than its own settings.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from aengine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LoopMode = Literal["own", "caller"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """What the scheduler may admit.
+
+    Args:
+        max_num_seqs: most sequences running at once (slots).
+        max_num_batched_tokens: most tokens computed in one step (prefill chunks and decode rows).
+        max_num_queued_requests, max_num_queued_tokens: bounds of the waiting queue; None: no bound.
+        block_size: tokens per KV block.
+        enable_prefix_cache: keep the KV blocks of finished prompts for later requests.
+        priority_ageing: seconds of waiting that count as one level of priority.
+        max_steps_in_flight: steps launched before the oldest must have settled (at least 1).
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_num_queued_requests: int | None = 4096
+    max_num_queued_tokens: int | None = None
+    block_size: int = 16
+    enable_prefix_cache: bool = True
+    priority_ageing: float = 10.0
+    max_steps_in_flight: int = 2
+
+    def __post_init__(self) -> None:
+        _at_least("max_num_seqs", self.max_num_seqs, 1, 65_535)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 24)
+        for name in ("max_num_queued_requests", "max_num_queued_tokens"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        _at_least("block_size", self.block_size, 1, 4096)
+        _positive("priority_ageing", self.priority_ageing)
+        _at_least("max_steps_in_flight", self.max_steps_in_flight, 1, 8)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
+                f"max_num_seqs={self.max_num_seqs}: each running sequence needs one token a step"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheConfig:
+    """How much memory the KV cache takes: bytes, or a fraction of what is left, not both.
+
+    Args:
+        memory: bytes for KV blocks.
+        fraction: share of the memory left after weights and activations, 0 to 1.
+        dtype: "auto" (the model's), "float32", "float16" or "bfloat16".
+    """
+
+    memory: int | None = None
+    fraction: float | None = None
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.memory is not None and self.fraction is not None:
+            raise ConfigError("give kv_cache_memory or kv_cache_fraction, not both")
+        if self.memory is not None:
+            _at_least("kv_cache_memory", self.memory, 1)
+        if self.fraction is not None:
+            _positive("kv_cache_fraction", self.fraction)
+            if self.fraction > 1:
+                raise ConfigError(f"kv_cache_fraction={self.fraction} must be at most 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All settings of one engine. See `aengine.Engine` for what a caller needs to know.
+
+    Args:
+        model: a Hugging Face folder, a `.gguf` file, a hub id or a bundled alias.
+        device: "auto", "cpu" or "cuda" ("cuda:1").
+        dtype: "auto", "float32", "bfloat16", "float16", or "int8" (quantised CPU kernels).
+        max_model_len: longest prompt plus output in tokens; None: what the model allows.
+        loop: "own" (a thread with its own event loop) or "caller" (the caller's loop).
+        shutdown_timeout: seconds that `aclose()` gives running requests before it aborts them.
+        cpu_threads: threads of the CPU kernels; None: the cores this process may use.
+        switch_interval: the interpreter's thread switch interval in seconds while the engine is
+            open (restored at close); None leaves it alone.
+        trace: path of a Chrome trace to write at close; None: no trace.
+        load_format: "auto", or "dummy" for random weights.
+
+    Raises:
+        ConfigError: a value is impossible; the message names it and what would be accepted.
+    """
+
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
+    loop: LoopMode = "own"
+    shutdown_timeout: float = 10.0
+    cpu_threads: int | None = None
+    switch_interval: float | None = None
+    trace: str | None = None
+    load_format: Literal["auto", "dummy"] = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model={self.model!r} must be a path, a hub id or an alias")
+        if "\x00" in self.model:
+            raise ConfigError("model must not contain a null character")
+        if self.device != "auto" and self.device.split(":")[0] not in ("cpu", "cuda"):
+            raise ConfigError(f"device={self.device!r} must be 'auto', 'cpu' or 'cuda[:index]'")
+        dtypes = ("auto", "float32", "bfloat16", "float16", "int8")
+        if self.dtype not in dtypes:
+            raise ConfigError(f"dtype={self.dtype!r} must be one of {', '.join(dtypes)}")
+        if self.max_model_len is not None:
+            _at_least("max_model_len", self.max_model_len, 2)
+        if self.loop not in ("own", "caller"):
+            raise ConfigError(f"loop={self.loop!r} must be 'own' or 'caller'")
+        if not math.isfinite(self.shutdown_timeout) or self.shutdown_timeout < 0:
+            raise ConfigError(f"shutdown_timeout={self.shutdown_timeout} must be at least 0")
+        if self.cpu_threads is not None:
+            _at_least("cpu_threads", self.cpu_threads, 1, 1024)
+        if self.switch_interval is not None:
+            _positive("switch_interval", self.switch_interval)
+        if self.load_format not in ("auto", "dummy"):
+            raise ConfigError(f"load_format={self.load_format!r} must be 'auto' or 'dummy'")
+
+    @classmethod
+    def from_options(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:
+        """Sort flat keyword arguments into the parts.
+
+        Raises:
+            ConfigError: an unknown name (the message names the nearest known one) or a bad value.
+        """
+        routes = {f.name: ("scheduler", f.name) for f in fields(SchedulerConfig)}
+        routes |= {f"kv_cache_{f.name}": ("kv_cache", f.name) for f in fields(KVCacheConfig)}
+        own = {f.name for f in fields(cls)} - {"model", "scheduler", "kv_cache"}
+        parts: dict[str, dict[str, Any]] = {"scheduler": {}, "kv_cache": {}, "": {}}
+        for name, value in options.items():
+            if name in own:
+                parts[""][name] = value
+            elif name in routes:
+                part, key = routes[name]
+                parts[part][key] = value
+            else:
+                near = difflib.get_close_matches(name, [*own, *routes], n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"unknown engine option {name!r}{hint}")
+        return cls(
+            model=model,
+            scheduler=SchedulerConfig(**parts["scheduler"]),
+            kv_cache=KVCacheConfig(**parts["kv_cache"]),
+            **parts[""],
+        )
+
+
+def _at_least(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name}={value!r} must be an integer")
+    if value < low or (high is not None and value > high):
+        span = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ConfigError(f"{name}={value} must be {span}")
+
+
+def _positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ConfigError(f"{name}={value!r} must be a finite number")
+    if value <= 0:
+        raise ConfigError(f"{name}={value} must be above 0")

@@ -1,0 +1,1 @@
+"""Await: the scheduler coroutine, the front door, delivery to callers."""

@@ -1,0 +1,1 @@
+"""Launch: turn a plan into tensors and device work. Synchronous; launches, never waits."""

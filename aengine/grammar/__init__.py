@@ -1,0 +1,1 @@
+"""Structured output: compile a grammar, follow it with a matcher, fill token bitmasks."""

@@ -1,0 +1,53 @@
+"""Delivery: one wake-up per (step, loop), whatever the number of streams.
+
+The step loop posts chunks while it settles a step and flushes once. A reader that does not read
+costs the engine nothing: its chunks merge in its own channel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Sequence
+
+    from aengine.engine.channel import Channel
+    from aengine.errors import AEngineError
+    from aengine.outputs import Chunk
+
+    Parcel = tuple[Channel, Chunk | AEngineError]
+
+
+class Outbox:
+    """Chunks on their way to their callers' loops. Used by the engine's thread only."""
+
+    def __init__(self, engine_loop: asyncio.AbstractEventLoop) -> None:
+        self._engine_loop = engine_loop
+        self._parcels: dict[asyncio.AbstractEventLoop, list[Parcel]] = {}
+
+    def post(self, channel: Channel, item: Chunk | AEngineError) -> None:
+        """Queue one chunk, or the error that ends the request."""
+        self._parcels.setdefault(channel.loop, []).append((channel, item))
+
+    def flush(self) -> list[Channel]:
+        """Send everything. Returns the channels whose loop is closed: nobody will read them."""
+        lost: list[Channel] = []
+        parcels, self._parcels = self._parcels, {}
+        for loop, items in parcels.items():
+            if loop is self._engine_loop:
+                _deliver(items)
+                continue
+            try:
+                loop.call_soon_threadsafe(_deliver, items)
+            except RuntimeError:  # the caller's loop was closed under its requests
+                lost.extend(channel for channel, _ in items)
+        return lost
+
+
+def _deliver(items: Sequence[Parcel]) -> None:
+    for channel, item in items:
+        if isinstance(item, Exception):
+            channel.fail(item)
+        else:
+            channel.deliver(item)

@@ -1,0 +1,109 @@
+"""From what a caller gives as a prompt to token ids, with every bad prompt named.
+
+Runs in the engine's text thread: the tokenizer of a long prompt must not hold up a loop.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from aengine.errors import ContextLengthError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from aengine.engine.messages import Prompt
+
+
+class TextCodec(Protocol):
+    """What the engine needs of a tokenizer and its chat template."""
+
+    vocab_size: int
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str: ...
+
+
+def check_prompt(prompt: Prompt) -> None:
+    """Reject at once what can be rejected without a tokenizer.
+
+    Raises:
+        InvalidRequestError: the prompt is empty, of a wrong type, or not valid Unicode.
+    """
+    if isinstance(prompt, str):
+        if not prompt:
+            raise InvalidRequestError("the prompt is empty", param="prompt", value=prompt)
+        _check_unicode(prompt)
+        return
+    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
+        raise InvalidRequestError(
+            "a prompt is a string, a list of token ids or a list of chat messages, "
+            f"not {type(prompt).__name__}",
+            param="prompt",
+            value=prompt,
+        )
+    if not len(prompt):
+        raise InvalidRequestError("the prompt is empty", param="prompt", value=prompt)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"the prompt is not valid Unicode: a lone surrogate at position {error.start}",
+            param="prompt",
+            value=text[max(0, error.start - 10) : error.start + 10],
+        ) from None
+
+
+def encode_prompt(prompt: Prompt, codec: TextCodec, *, max_model_len: int) -> tuple[int, ...]:
+    """Token ids of a checked prompt.
+
+    Args:
+        prompt: text (taken as it is), token ids, or chat messages (the model's template applies).
+        codec: the model's tokenizer.
+        max_model_len: prompt and output together may not be longer, in tokens.
+
+    Raises:
+        InvalidRequestError: bad messages or token ids, no chat template, or an empty result.
+        ContextLengthError: the prompt leaves no room for one token of output.
+    """
+    if isinstance(prompt, str):
+        ids = codec.encode(prompt)
+    elif isinstance(prompt[0], Mapping):
+        text = codec.render_chat(prompt)  # type: ignore[arg-type]
+        _check_unicode(text)
+        ids = codec.encode(text, add_special_tokens=False)
+    else:
+        ids = _token_ids(prompt, codec.vocab_size)
+    if not ids:
+        raise InvalidRequestError("the prompt has no tokens", param="prompt", value=prompt)
+    if len(ids) >= max_model_len:
+        raise ContextLengthError(
+            f"the prompt has {len(ids)} tokens; with at least one token of output it must fit in "
+            f"max_model_len={max_model_len}",
+            prompt_tokens=len(ids),
+            max_model_len=max_model_len,
+        )
+    return tuple(ids)
+
+
+def _token_ids(prompt: Sequence[Any], vocab_size: int) -> list[int]:
+    ids: list[int] = []
+    for value in prompt:
+        try:
+            token = operator.index(value)
+        except TypeError:
+            raise InvalidRequestError(
+                f"a prompt of token ids holds {value!r}", param="prompt", value=value
+            ) from None
+        if isinstance(value, bool) or not 0 <= token < vocab_size:
+            raise InvalidRequestError(
+                f"token id {value!r} is not in the vocabulary (0 to {vocab_size - 1})",
+                param="prompt",
+                value=value,
+            )
+        ids.append(token)
+    return ids

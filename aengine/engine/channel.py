@@ -135,7 +135,7 @@ class Channel:
             raise RuntimeError("a stream is read in the event loop that called generate()")
         if self._waiter is not None:
             raise RuntimeError(
-                f"request {self.request_id!r} already has a reader: a stream has one reader at a time"
+                f"request {self.request_id!r} already has a reader: a stream has one at a time"
             )
         self._waiter = self.loop.create_future()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -12,7 +13,7 @@ M = TypeVar("M")
 
 
 class Inbox(Generic[M]):
-    """A many-to-one queue. `put` from any thread; `take` and `wait` in the engine's loop only."""
+    """A many-to-one queue. `put` and `take` from any thread; `wait` in the engine's loop only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -41,8 +42,9 @@ class Inbox(Generic[M]):
     def take(self) -> list[M]:
         """All messages queued so far, oldest first."""
         taken: list[M] = []
-        while self._messages:
-            taken.append(self._messages.popleft())
+        with contextlib.suppress(IndexError):  # empty; the check and the pop are one operation
+            while True:
+                taken.append(self._messages.popleft())
         return taken
 
     async def wait(self, timeout: float | None = None) -> None:

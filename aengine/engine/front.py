@@ -1,0 +1,311 @@
+"""The front door: `Engine`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from aengine.config import EngineConfig
+from aengine.engine.channel import Channel
+from aengine.engine.loading import load_parts
+from aengine.engine.messages import Abort, AbortById, Close, Submit
+from aengine.engine.prompts import check_prompt
+from aengine.engine.runtime import CallerLoop, OwnLoop
+from aengine.engine.service import EngineService, EngineState
+from aengine.engine.stream import Stream
+from aengine.errors import EngineClosedError, InvalidRequestError
+from aengine.request import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from aengine.engine.messages import Prompt
+    from aengine.engine.parts import EngineParts, PartsLoader
+    from aengine.engine.runtime import Runtime
+    from aengine.errors import AEngineError
+    from aengine.outputs import EngineStats
+
+    Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """Whether an engine can serve. `heartbeat_age`: seconds since the step loop came round."""
+
+    state: str
+    alive: bool
+    heartbeat_age: float | None = None
+    error: str | None = None
+
+
+class Engine:
+    """A language model inside this process, spoken to with asyncio.
+
+    ::
+
+        async with Engine("smollm2-135m") as engine:
+            async for chunk in engine.generate("Why is the sky blue?"):
+                print(chunk.text, end="")
+
+    Building one does no I/O and needs no event loop. With `loop="own"` (the default) the engine
+    works on a loop in a thread of its own, and may be used from any number of loops and threads,
+    also from successive `asyncio.run` calls; with `loop="caller"` it works in the loop that starts
+    it, which then must stay free. Works on asyncio and uvloop; trio is not supported.
+
+    Args:
+        model: a Hugging Face folder, a `.gguf` file, a hub id, or a bundled alias.
+        on_progress: called with (stage, done, total) while the engine starts.
+        options: the fields of `EngineConfig`, `SchedulerConfig` and (prefixed with `kv_cache_`)
+            `KVCacheConfig`.
+
+    Raises:
+        ConfigError: an unknown option, or an impossible value.
+    """
+
+    def __init__(self, model: str, *, on_progress: Progress | None = None, **options: Any) -> None:
+        self.config = EngineConfig.from_options(model, options)
+        self._open(self.config, load_parts, on_progress)
+
+    @classmethod
+    def from_parts(
+        cls, config: EngineConfig, loader: PartsLoader, on_progress: Progress | None = None
+    ) -> Self:
+        """An engine whose parts come from `loader`: how `aengine.testing` makes scripted ones."""
+        engine = cls.__new__(cls)
+        engine.config = config
+        engine._open(config, loader, on_progress)
+        return engine
+
+    def _open(
+        self, config: EngineConfig, loader: PartsLoader, on_progress: Progress | None
+    ) -> None:
+        self._service = EngineService(config, loader, on_progress or _no_progress)
+        self._runtime: Runtime | None = None
+        self._finalizer: weakref.finalize[[], Engine] | None = None
+        self._labels = itertools.count(1)
+
+    # -- life ----------------------------------------------------------------------------------
+
+    async def start(self) -> Self:
+        """Load the model and begin to serve. Idempotent while the engine runs.
+
+        Raises:
+            ModelLoadError, ConfigError, OutOfMemoryError: the model cannot be served.
+            EngineClosedError: the engine was closed before.
+        """
+        service = self._service
+        if service.state is EngineState.NEW:
+            service.state = EngineState.STARTING
+            name = f"aengine-{id(self):x}"
+            runtime = OwnLoop(name) if self.config.loop == "own" else CallerLoop(name)
+            self._runtime = runtime
+            self._finalizer = weakref.finalize(self, _abandon, service, runtime)
+            runtime.start(service.main)
+        elif service.state not in (EngineState.STARTING, EngineState.RUNNING):
+            raise service.closed_error()
+        try:
+            await asyncio.shield(asyncio.wrap_future(service.started))
+        except asyncio.CancelledError:
+            self.terminate()
+            raise
+        except BaseException:
+            await self._ended()
+            raise
+        return self
+
+    async def aclose(self, *, drain: bool = True, timeout: float | None = None) -> None:
+        """End the engine and give everything back. Idempotent; may be called from any loop.
+
+        Args:
+            drain: let running and queued requests finish; otherwise they end at once.
+            timeout: seconds for that before they are aborted; None: `shutdown_timeout`.
+        """
+        if self._runtime is None:
+            self._service.state = EngineState.CLOSED
+            return
+        patience = self.config.shutdown_timeout if timeout is None else timeout
+        self._service.ask_close(Close(drain=drain, timeout=patience))
+        await self._ended()
+
+    async def _ended(self) -> None:
+        assert self._runtime is not None
+        # wait(), not a plain await: how it ended has been told to whoever was concerned.
+        await asyncio.wait([asyncio.wrap_future(self._runtime.ended)])
+        self._detach()
+
+    def terminate(self) -> None:
+        """End the engine at once, without waiting for requests. Synchronous, from any thread.
+
+        With `loop="own"` it returns when the engine's thread has ended (a step that is being
+        computed ends first); with `loop="caller"` the engine ends when the loop next runs.
+        """
+        if self._runtime is None:
+            self._service.state = EngineState.CLOSED
+            return
+        _abandon(self._service, self._runtime)
+        self._detach()
+
+    def _detach(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer.detach()
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # After an exception nobody is left to read: requests that still run are not waited for.
+        await self.aclose(drain=exc_type is None)
+
+    def __del__(self) -> None:
+        service = getattr(self, "_service", None)
+        if service is not None and service.state in (EngineState.STARTING, EngineState.RUNNING):
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.config.model!r} {self._service.state.value}>"
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+    ) -> Stream:
+        """Start a request. Returns at once; the answer comes through the returned stream.
+
+        Args:
+            prompt: text (taken as it is), token ids, or chat messages (`{"role", "content"}`
+                mappings; the model's chat template applies).
+            params: how to sample and when to stop; None: the defaults.
+            request_id: a label for logs, metrics and `abort()`; it need not be unique.
+            priority: lower is more urgent.
+            deadline: seconds from now after which the request ends with what it has produced.
+            cache_salt: requests share cached prefixes only with requests of the same salt.
+
+        Raises:
+            InvalidRequestError: what can be rejected at once (the rest is raised by the stream).
+            EngineClosedError, EngineDeadError: the engine takes no requests.
+            RuntimeError: no event loop is running; see `aengine.BlockingEngine`.
+        """
+        service = self._service
+        if service.state is not EngineState.RUNNING:
+            raise service.closed_error()
+        if service.pid != os.getpid():
+            raise EngineClosedError("an engine does not survive a fork: make one in this process")
+        check_prompt(prompt)
+        params = SamplingParams() if params is None else params
+        _check_options(params, priority, deadline, request_id, cache_salt)
+        channel = Channel(
+            request_id=request_id or f"req-{next(self._labels)}",
+            n=params.n,
+            loop=asyncio.get_running_loop(),
+            on_abort=_Abort(service),
+        )
+        now = service.clock()
+        taken = service.post(
+            Submit(
+                channel=channel,
+                prompt=prompt if isinstance(prompt, str) else list(prompt),  # type: ignore[arg-type]
+                params=params,
+                priority=priority,
+                arrival=now,
+                deadline=None if deadline is None else now + deadline,
+                cache_salt=cache_salt,
+            )
+        )
+        if not taken:
+            raise service.closed_error()
+        return Stream(channel)
+
+    def abort(self, request_id: str) -> None:
+        """Drop every request with this label; unknown labels are ignored. From any thread."""
+        self._service.post(AbortById(request_id))
+
+    # -- sight ---------------------------------------------------------------------------------
+
+    async def stats(self) -> EngineStats:
+        """A snapshot, taken between two steps.
+
+        Raises:
+            EngineClosedError, EngineDeadError: the engine is not running.
+        """
+        stats: EngineStats = await asyncio.wrap_future(self._service.call(self._service.stats))
+        return stats
+
+    def health(self) -> Health:
+        """Whether the engine serves, without asking its loop."""
+        service = self._service
+        return Health(
+            state=service.state.value,
+            alive=service.state is EngineState.RUNNING,
+            heartbeat_age=service.heartbeat_age(),
+            error=None if service.death is None else repr(service.death),
+        )
+
+    def closed_error(self) -> AEngineError:
+        """Why no request can be taken now, as a new exception."""
+        return self._service.closed_error()
+
+    @property
+    def parts(self) -> EngineParts:
+        """The loaded parts, for tests and tools."""
+        return self._service.started.result(timeout=0)
+
+
+class _Abort:
+    """Posts the abort of a channel; holds the service, not the engine."""
+
+    __slots__ = ("_service",)
+
+    def __init__(self, service: EngineService) -> None:
+        self._service = service
+
+    def __call__(self, channel: Channel) -> None:
+        self._service.post(Abort(channel))
+
+
+def _abandon(service: EngineService, runtime: Runtime) -> None:
+    service.ask_close(Close(drain=False, timeout=0.0))
+    runtime.join(timeout=3.0)
+
+
+def _no_progress(stage: str, done: int, total: int) -> None:
+    """Progress nobody asked for."""
+
+
+def _check_options(
+    params: Any, priority: Any, deadline: Any, request_id: Any, cache_salt: Any
+) -> None:
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(
+            f"params must be SamplingParams, not {type(params).__name__}",
+            param="params",
+            value=params,
+        )
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidRequestError("priority must be an integer", param="priority", value=priority)
+    if deadline is not None and (
+        isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0
+    ):
+        raise InvalidRequestError(
+            "deadline must be a number of seconds above 0", param="deadline", value=deadline
+        )
+    for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
+        if value is not None and (not isinstance(value, str) or not value):
+            raise InvalidRequestError(f"{name} must be a non-empty string", param=name, value=value)

@@ -1,0 +1,57 @@
+"""What a loaded engine is made of. `loading` makes real parts, `aengine.testing` scripted ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from aengine.config import EngineConfig
+    from aengine.device.protocols import Device, Stream
+    from aengine.engine.detokenize import TokenTable
+    from aengine.engine.prompts import TextCodec
+    from aengine.engine.text_thread import TextThread
+    from aengine.execute.launcher import Launcher
+    from aengine.policy.scheduler import Scheduler
+    from aengine.request import SamplingParams
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class EngineParts:
+    """Everything the step loop works with. Owned by one engine, closed by it."""
+
+    model_name: str
+    scheduler: Scheduler
+    launcher: Launcher
+    device: Device
+    forward_stream: Stream
+    codec: TextCodec
+    tokenizer: TokenTable
+    end_token_ids: frozenset[int]
+    max_model_len: int
+    text_thread: TextThread
+
+    def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that spell the request's bad words, at a word's start and inside."""
+        sequences: list[tuple[int, ...]] = []
+        for word in params.bad_words:
+            for text in (word, " " + word.lstrip()):
+                ids = tuple(self.codec.encode(text, add_special_tokens=False))
+                if ids and ids not in sequences:
+                    sequences.append(ids)
+        return tuple(sequences)
+
+    def close(self) -> None:
+        """Give everything back: threads, streams, memory."""
+        self.text_thread.close()
+        self.device.close()
+
+
+class PartsLoader(Protocol):
+    """How an engine gets its parts. Runs on the engine's loop; the work happens in threads."""
+
+    def __call__(
+        self, config: EngineConfig, on_progress: Callable[[str, int, int], None], /
+    ) -> Awaitable[EngineParts]: ...

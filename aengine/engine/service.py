@@ -1,0 +1,202 @@
+"""`EngineService`: load, serve, give back. The one coroutine an engine runs, and its state.
+
+It is the part of an engine that lives with the loop; the front door `Engine` holds it and nothing
+in here holds the front door, so that a forgotten engine can be collected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import os
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from aengine.engine.core import EngineCore
+from aengine.engine.delayed import DelayedSampling
+from aengine.engine.delivery import Outbox
+from aengine.engine.inbox import Inbox
+from aengine.engine.messages import Call
+from aengine.engine.steps import StepLoop
+from aengine.errors import EngineClosedError, EngineDeadError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aengine.config import EngineConfig
+    from aengine.engine.messages import Close, Message
+    from aengine.engine.parts import EngineParts, PartsLoader
+    from aengine.outputs import EngineStats
+
+logger = logging.getLogger("aengine")
+
+
+class EngineState(enum.Enum):
+    """The life of an engine."""
+
+    NEW = "new"
+    STARTING = "starting"
+    RUNNING = "running"
+    CLOSING = "closing"
+    CLOSED = "closed"
+    DEAD = "dead"
+
+
+class EngineService:
+    """Runs an engine's parts.
+
+    Args:
+        config: the engine's settings.
+        loader: makes the parts; runs on this service's loop.
+        on_progress: called with (stage, done, total) while loading.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        loader: PartsLoader,
+        on_progress: Callable[[str, int, int], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.clock = clock
+        self.state = EngineState.NEW
+        self.started: Future[EngineParts] = Future()
+        self.death: BaseException | None = None
+        self.pid = os.getpid()
+        self._loader = loader
+        self._on_progress = on_progress
+        self._close: Close | None = None
+        self._inbox: Inbox[Message] | None = None
+        self._loop_thread: int | None = None
+        self._steps: StepLoop | None = None
+        self._core: EngineCore | None = None
+
+    async def main(self) -> None:
+        """Load, serve until closed or dead, give everything back."""
+        loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._inbox = Inbox(loop)
+        interval = self._set_switch_interval()
+        parts: EngineParts | None = None
+        try:
+            parts = await self._loader(self.config, self._on_progress)
+            self._build(parts, loop)
+            self.state = EngineState.RUNNING
+            self.started.set_result(parts)
+            assert self._steps is not None
+            if self._close is not None:
+                self._inbox.put(self._close)
+            await self._steps.run()
+            self.state = EngineState.CLOSED
+        except BaseException as error:
+            self._die(error)
+        finally:
+            self._refuse_leftovers()
+            self._core = self._steps = None
+            if parts is not None:
+                # In a thread: closing waits for the device's workers, and in the caller's loop
+                # (loop="caller") that wait must not hold up anybody.
+                await asyncio.shield(loop.run_in_executor(None, parts.close))
+            if interval is not None:
+                sys.setswitchinterval(interval)
+
+    def _build(self, parts: EngineParts, loop: asyncio.AbstractEventLoop) -> None:
+        assert self._inbox is not None
+        self._core = EngineCore(parts, self._inbox, Outbox(loop), self.clock)
+        self._steps = StepLoop(
+            parts,
+            self._core,
+            self._inbox,
+            DelayedSampling(parts),
+            self.clock,
+            max_steps_in_flight=self.config.scheduler.max_steps_in_flight,
+        )
+
+    def _die(self, error: BaseException) -> None:
+        if isinstance(error, asyncio.CancelledError):
+            # Only a loop that is being torn down cancels this task: an end, not a fault.
+            self.state = EngineState.CLOSED
+        else:
+            self.death = error
+            self.state = EngineState.DEAD
+        if not self.started.done():
+            self.started.set_exception(self.closed_error() if self.death is None else error)
+        elif self._core is not None:
+            if self.death is not None:
+                logger.error("the engine died", exc_info=error)
+            self._core.end(self.closed_error)
+
+    def _refuse_leftovers(self) -> None:
+        """Answer the messages that came too late."""
+        assert self._inbox is not None
+        for message in self._inbox.take():
+            if isinstance(message, Call):
+                message.future.set_exception(self.closed_error())
+            elif (channel := getattr(message, "channel", None)) is not None:
+                _fail_in_its_loop(channel, self.closed_error())
+
+    def _set_switch_interval(self) -> float | None:
+        wanted = self.config.switch_interval
+        if wanted is None:
+            return None
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(wanted)
+        return before
+
+    # -- from any thread -----------------------------------------------------------------------
+
+    def closed_error(self) -> EngineClosedError | EngineDeadError:
+        """Why no request can be taken, as a new exception."""
+        if self.state is EngineState.DEAD:
+            error = EngineDeadError(f"the engine died: {self.death!r}", cause=self.death)
+            error.__cause__ = self.death
+            return error
+        if self.state in (EngineState.NEW, EngineState.STARTING):
+            return EngineClosedError("the engine is not started: use 'async with' or start()")
+        return EngineClosedError("the engine is closed")
+
+    def post(self, message: Message) -> bool:
+        """Hand a message to the loop. False if nobody will take it any more."""
+        if self._inbox is None or self.state in (EngineState.CLOSED, EngineState.DEAD):
+            return False
+        taken = self._inbox.put(message)
+        if self.state in (EngineState.CLOSED, EngineState.DEAD):
+            # It ended between the check and the put: whoever sees that answers what is left.
+            self._refuse_leftovers()
+        return taken
+
+    def ask_close(self, close: Close) -> None:
+        """End the engine; also while it is still loading, which then ends first."""
+        self._close = close
+        self.post(close)
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Run `function` on the loop between two steps."""
+        future: Future[Any] = Future()
+        if not self.post(Call(function, future)):
+            future.set_exception(self.closed_error())
+        return future
+
+    def stats(self) -> EngineStats:
+        """A snapshot; to be called on the service's loop."""
+        assert self._core is not None
+        assert self._steps is not None
+        return self._core.stats(steps=self._steps.steps_launched, in_flight=self._steps.in_flight)
+
+    def heartbeat_age(self) -> float | None:
+        """Seconds since the step loop last came round; None while it is not running."""
+        steps = self._steps
+        return None if steps is None else max(0.0, self.clock() - steps.heartbeat)
+
+
+def _fail_in_its_loop(channel: Any, error: EngineClosedError | EngineDeadError) -> None:
+    try:
+        channel.loop.call_soon_threadsafe(channel.fail, error)
+    except RuntimeError:
+        logger.debug("request %s: its event loop is closed", channel.request_id)

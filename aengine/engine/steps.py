@@ -1,0 +1,167 @@
+"""The scheduler coroutine: decide, launch, and while the device works, settle what it finished.
+
+Forward N+1 is launched before the tokens of N reach the host (law 2). There is no await between
+`schedule()` and the launch (law 1), so nothing needs a lock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aengine.batch import StepResult
+from aengine.engine.messages import Abort, AbortById, Call, Close, Prepared, Submit
+from aengine.errors import DeviceLostError, RequestAbortedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aengine.batch import StepPlan
+    from aengine.device.future import DeviceFuture
+    from aengine.engine.core import EngineCore
+    from aengine.engine.delayed import DelayedSampling
+    from aengine.engine.inbox import Inbox
+    from aengine.engine.messages import Message
+    from aengine.engine.parts import EngineParts
+    from aengine.execute.launcher import StepOutput
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step on the device. Holding it keeps alive what the device still uses (law 3)."""
+
+    plan: StepPlan
+    output: DeviceFuture[StepOutput]
+
+
+class StepLoop:
+    """The loop of one engine.
+
+    Args:
+        parts: the loaded engine.
+        core: its requests.
+        inbox: what callers say.
+        delayed: samples the rows that wait for a grammar mask.
+        clock: monotonic seconds.
+        max_steps_in_flight: steps launched before the oldest must have settled.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        core: EngineCore,
+        inbox: Inbox[Message],
+        delayed: DelayedSampling,
+        clock: Callable[[], float],
+        *,
+        max_steps_in_flight: int,
+    ) -> None:
+        self._parts = parts
+        self._scheduler = parts.scheduler
+        self._core = core
+        self._inbox = inbox
+        self._delayed = delayed
+        self._clock = clock
+        self._depth = max_steps_in_flight
+        self._steps: deque[LaunchedStep] = deque()
+        self._close_at: float | None = None
+        self.steps_launched = 0
+        self.heartbeat = clock()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._steps)
+
+    async def run(self) -> None:
+        """Serve until told to close. Device errors come out; faults of one step or row do not."""
+        while not (self._core.closing and self._core.idle and not self._steps):
+            self.heartbeat = self._clock()
+            self._take_messages()
+            plan = self._scheduler.schedule(self._clock())
+            if plan is not None:
+                await self._step(plan)
+            elif self._steps:
+                await self._settle_oldest()
+            else:
+                await self._inbox.wait(self._patience())
+
+    async def _step(self, plan: StepPlan) -> None:
+        stream = self._parts.forward_stream
+        self._core.launched(init.request.seq_id for init in plan.slot_inits)
+        self.steps_launched += 1
+        if not plan.constrained:
+            output = stream.launch(self._parts.launcher.run, plan)
+        else:
+            begun = stream.launch(self._parts.launcher.begin, plan)
+            # A mask needs the token before it, and that comes with the step before.
+            while self._steps:
+                await self._settle_oldest()
+            output = await self._delayed.sample(plan, begun)
+        self._steps.append(LaunchedStep(plan, output))
+        while len(self._steps) >= self._depth:
+            await self._settle_oldest()
+
+    async def _settle_oldest(self) -> None:
+        step = self._steps[0]
+        try:
+            result = (await step.output).to_host()
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            # A fault of this step: its rows end with the error, the others go on.
+            result = failed(step.plan, error)
+        self._steps.popleft()
+        updates = self._scheduler.update(result, self._clock())
+        self._delayed.advance(updates)
+        self._core.settle(updates)
+
+    def _take_messages(self) -> None:
+        for message in self._inbox.take():
+            match message:
+                case Submit():
+                    self._core.submit(message)
+                case Prepared():
+                    self._core.admit(message)
+                case Abort():
+                    self._core.abort(message.channel)
+                case AbortById():
+                    self._core.abort_id(message.request_id)
+                case Call():
+                    self._call(message)
+                case Close():
+                    self._close(message)
+        if self._close_at is not None and self._clock() >= self._close_at:
+            self._close_at = None
+            self._core.fail_all(lambda: RequestAbortedError("the engine closed before the end"))
+        self._core.expire()
+        self._core.flush()
+
+    def _call(self, message: Call) -> None:
+        if not message.future.set_running_or_notify_cancel():
+            return
+        try:
+            message.future.set_result(message.function())
+        except BaseException as error:
+            message.future.set_exception(error)
+
+    def _close(self, message: Close) -> None:
+        self._core.closing = True
+        patience = message.timeout if message.drain else 0.0
+        if patience is not None:
+            until = self._clock() + patience
+            self._close_at = until if self._close_at is None else min(self._close_at, until)
+
+    def _patience(self) -> float | None:
+        """Seconds until the next thing that happens without a message."""
+        times = [t for t in (self._scheduler.next_deadline(), self._close_at) if t is not None]
+        return min(times) - self._clock() if times else None
+
+
+def failed(plan: StepPlan, error: Exception) -> StepResult:
+    """The result of a step that failed as a whole."""
+    return StepResult(
+        step_id=plan.step_id,
+        token_ids=[0] * int(plan.samples.sum()),
+        errors=dict.fromkeys(range(plan.num_rows), error),
+    )

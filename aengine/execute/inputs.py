@@ -1,0 +1,96 @@
+"""From a plan's integers to the tensors of a forward: `build`.
+
+All arithmetic is numpy on the host, a few calls whatever the number of rows; the only device-side
+input is the token of each decode row, gathered from the FutureMap because the host may not know it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from aengine.model.batch import ForwardBatch
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from aengine.batch import StepPlan
+
+
+class InputBuilder:
+    """Builds forward batches for one engine.
+
+    Args:
+        block_size: tokens per KV block.
+        device: where the tensors go.
+    """
+
+    def __init__(self, *, block_size: int, device: torch.device) -> None:
+        self._block_size = block_size
+        self._device = device
+
+    def build(self, plan: StepPlan, future_map: torch.Tensor) -> ForwardBatch:
+        """The tensors of one step.
+
+        Args:
+            plan: the step.
+            future_map: [slots + 1] int64, the last token sampled in each slot.
+        """
+        query_start = np.zeros(plan.num_rows + 1, dtype=np.int32)
+        np.cumsum(plan.lengths, out=query_start[1:])
+        positions = _positions(plan, query_start)
+        context_lens = plan.starts + plan.lengths
+        width = max(1, int(plan.num_blocks.max()))
+        return ForwardBatch(
+            token_ids=self._token_ids(plan, future_map),
+            positions=self._to_device(positions),
+            slot_mapping=self._to_device(self._slot_mapping(plan, positions)),
+            query_start=self._to_device(query_start),
+            context_lens=self._to_device(context_lens),
+            block_tables=self._to_device(np.ascontiguousarray(plan.block_tables[:, :width])),
+            logit_index=self._to_device(logit_index(plan, query_start)),
+            num_decode=plan.num_decode,
+            max_query_len=int(plan.lengths.max()),
+            max_context_len=int(context_lens.max()),
+        )
+
+    def _token_ids(self, plan: StepPlan, future_map: torch.Tensor) -> torch.Tensor:
+        known = self._to_device(plan.prefill_token_ids.astype(np.int64))
+        if not plan.num_decode:
+            return known
+        slots = self._to_device(plan.slots[: plan.num_decode].astype(np.int64))
+        return torch.cat([future_map[slots], known])
+
+    def _slot_mapping(
+        self, plan: StepPlan, positions: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        rows = np.repeat(np.arange(plan.num_rows), plan.lengths)
+        blocks = plan.block_tables[rows, positions // self._block_size].astype(np.int64)
+        return blocks * self._block_size + positions % self._block_size
+
+    def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cpu":
+            return tensor
+        # Pinned and copied asynchronously; the step's completion keeps the staging memory alive.
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def _positions(plan: StepPlan, query_start: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """[T]: each row counts up from its start."""
+    total = int(query_start[-1])
+    shift = np.repeat(plan.starts - query_start[:-1], plan.lengths)
+    return np.arange(total, dtype=np.int64) + shift
+
+
+def logit_index(plan: StepPlan, query_start: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Which tokens need logits: the last of each sampling row, in row order; then every token of
+    the rows that want prompt log-probabilities, row by row."""
+    last = (query_start[1:] - 1)[plan.samples].astype(np.int64)
+    spans = [
+        np.arange(query_start[row], query_start[row + 1], dtype=np.int64)
+        for row in plan.prompt_logprob_rows
+    ]
+    return np.concatenate([last, *spans]) if spans else last

@@ -1,0 +1,113 @@
+"""KV cache tensors and their sizing. Block *ids* live in `policy.block_pool`, the tensors here.
+
+Block 0 is the padding block: rows that pad a batch read and write it, no sequence owns it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from aengine.errors import OutOfMemoryError
+from aengine.kernels.attention import KVLayer
+
+if TYPE_CHECKING:
+    from aengine.config import KVCacheConfig
+    from aengine.model.config import ModelConfig
+
+CPU_DEFAULT_FRACTION = 0.25
+"""A program that embeds the engine needs its memory too: by default KV takes a quarter of what is
+free, and never more than the running sequences could fill."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheSpec:
+    """The shape of a cache: one K and one V tensor a layer, each
+    [num_blocks + 1, block_size, num_kv_heads, head_dim]."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> KVCacheSpec:
+        """The cache that a model needs."""
+        return cls(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+            dtype=dtype,
+        )
+
+    @property
+    def bytes_per_block(self) -> int:
+        values = self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_dim
+        return values * self.dtype.itemsize
+
+    def allocate(self, num_blocks: int, device: torch.device) -> list[KVLayer]:
+        """The tensors of `num_blocks` usable blocks and the padding block."""
+        shape = (num_blocks + 1, self.block_size, self.num_kv_heads, self.head_dim)
+        # Zeros, so that what a padded row reads is a number: NaN would spread through a softmax.
+        return [
+            KVLayer(
+                torch.zeros(shape, dtype=self.dtype, device=device),
+                torch.zeros(shape, dtype=self.dtype, device=device),
+            )
+            for _ in range(self.num_layers)
+        ]
+
+
+def size_cache(
+    spec: KVCacheSpec,
+    config: KVCacheConfig,
+    *,
+    free_bytes: int,
+    weight_bytes: int,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> int:
+    """How many blocks to make.
+
+    Args:
+        spec: the cache's shape.
+        config: what the caller asked for.
+        free_bytes: memory that is free now, with the weights already loaded.
+        weight_bytes: what the weights took, for the error's breakdown.
+        max_num_seqs, max_model_len: more than this many full sequences is never needed.
+
+    Raises:
+        OutOfMemoryError: not even one sequence of `max_model_len` fits; the hint says what would.
+    """
+    per_sequence = -(-max_model_len // spec.block_size)
+    if config.memory is not None:
+        budget = config.memory
+    else:
+        fraction = CPU_DEFAULT_FRACTION if config.fraction is None else config.fraction
+        budget = int(free_bytes * fraction)
+    blocks = min(budget // spec.bytes_per_block, per_sequence * max_num_seqs)
+    if blocks < per_sequence:
+        fits = blocks * spec.block_size
+        needed = per_sequence * spec.bytes_per_block
+        raise OutOfMemoryError(
+            f"the KV cache gets {_mib(budget)}, but one sequence of max_model_len={max_model_len} "
+            f"needs {_mib(needed)} ({_mib(free_bytes)} are free, weights take "
+            f"{_mib(weight_bytes)}); use max_model_len={max(fits, 2)} or less, or give "
+            f"kv_cache_memory={needed} or more",
+            breakdown={
+                "weights": weight_bytes,
+                "kv_cache": budget,
+                "free": free_bytes,
+                "one_sequence": needed,
+            },
+            hint=f"max_model_len={max(fits, 2)}",
+        )
+    return blocks
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.0f} MiB"

@@ -1,0 +1,49 @@
+"""`Launcher`: what the step loop needs of the launch side. The real one is `ModelRunner`.
+
+Each method is launched on a stream: on CUDA it runs at once and enqueues kernels, on a CPU it runs
+on the stream's worker. None waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from aengine.batch import StepPlan, StepResult
+
+
+class StepOutput(Protocol):
+    """A step's tokens on their way to the host. Valid once the step's completion has fired."""
+
+    def to_host(self) -> StepResult:
+        """The result as host integers. Called once, after the await; does not block."""
+        ...
+
+
+class Launcher(Protocol):
+    """Launches steps. Called in launch order, one stream at a time."""
+
+    vocab_size: int
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Forward, sample every sampling row, start the copy to the host."""
+        ...
+
+    def begin(self, plan: StepPlan) -> Any:
+        """Forward, and sample the rows that wait for no mask."""
+        ...
+
+    def finish(self, begun: Any, rows: Sequence[int], bitmask: npt.NDArray[np.int32]) -> StepOutput:
+        """Sample the constrained rows of a begun step, then start the copy to the host.
+
+        Args:
+            begun: what `begin` returned.
+            rows: plan rows that have a mask; constrained rows not named here are left unsampled.
+            bitmask: [len(rows), ceil(vocab_size / 32)] int32; a set bit allows the token.
+        """
+        ...

@@ -5,7 +5,7 @@
     AEngineError
     ├── ConfigError (ValueError)            a setting of the engine makes no sense
     ├── ModelLoadError                      a model, tokenizer or file cannot be used
-    ├── OutOfMemoryError (MemoryError)      .breakdown, .hint
+    ├── OutOfMemoryError                    .breakdown, .hint
     ├── DeviceError                         work on a device failed
     │   └── DeviceLostError                 .step_id; the device's context is gone, for good
     ├── EngineClosedError                   use after aclose()
@@ -67,7 +67,7 @@ class ModelLoadError(AEngineError):
     code = "model_load_failed"
 
 
-class OutOfMemoryError(AEngineError, MemoryError):
+class OutOfMemoryError(AEngineError):
     """Memory does not suffice. `breakdown` maps uses to bytes; `hint` would work."""
 
     code = "out_of_memory"

@@ -73,6 +73,14 @@ class Device(Protocol):
         """A new stream, distinct from every other; a lower `priority` runs first if supported."""
         ...
 
+    def mark_step(self, step_id: int | None) -> None:
+        """Work launched from now on belongs to this engine step (for errors and the trace)."""
+        ...
+
+    def adopt_loop(self) -> None:
+        """The running loop belongs to this device: a wait may block it while it spins, briefly."""
+        ...
+
     def statistics(self) -> Mapping[str, Any]:
         """Counts of records and wake-ups, the wake-up latency histogram, the share that spun."""
         ...

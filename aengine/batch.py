@@ -81,8 +81,6 @@ class StepPlan:
     """Rows (indices into the plan) that sample and whose sample waits for a grammar mask."""
     prompt_logprob_rows: Sequence[int] = ()
     """Prefill rows whose every position wants log-probabilities."""
-    features: frozenset[str] = frozenset()
-    """What the sampling rows use beyond greedy; see `SamplerFeature` in `execute.sampler`."""
     partition: SmPartition | None = None
 
     @property

@@ -42,8 +42,9 @@ def pytest_asyncio_loop_factories() -> dict[str, object]:
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The real small model; fetched once into the user's cache, as a user's first run does."""
-    from aengine.errors import ModelLoadError
     from aengine.model.hub import resolve
+
+    from aengine.errors import ModelLoadError
 
     try:
         return resolve("smollm2-135m")

@@ -38,7 +38,17 @@ class BlockingEngine:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self._engine = Engine(model, **options)
+        self._open(Engine(model, **options))
+
+    @classmethod
+    def around(cls, engine: Engine) -> Self:
+        """The facade of an engine that is not started yet; it then belongs to the facade."""
+        facade = cls.__new__(cls)
+        facade._open(engine)
+        return facade
+
+    def _open(self, engine: Engine) -> None:
+        self._engine = engine
         self._stack = ExitStack()
         self._portal: BlockingPortal | None = None
 

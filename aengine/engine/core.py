@@ -137,9 +137,6 @@ class EngineCore:
         channel = message.channel
         if self._preparing.pop(channel, None) is None:
             return
-        if self.closing:
-            self._fail(channel, EngineClosedError("the engine is closing"))
-            return
         now = self._clock()
         for request in message.requests:
             try:

@@ -75,9 +75,11 @@ class StepLoop:
 
     async def run(self) -> None:
         """Serve until told to close. Device errors come out; faults of one step or row do not."""
-        while not (self._core.closing and self._core.idle and not self._steps):
+        while True:
             self.heartbeat = self._clock()
             self._take_messages()
+            if self._core.closing and self._core.idle and not self._steps:
+                return
             plan = self._scheduler.schedule(self._clock())
             if plan is not None:
                 await self._step(plan)

@@ -1,1 +1,17 @@
-"""For tests of programs that embed the engine: a fake device and a scripted model."""
+"""For tests of programs that embed the engine: a fake device, a scripted model, a byte tokenizer."""
+
+from __future__ import annotations
+
+from aengine.testing.engine import scripted_engine
+from aengine.testing.scripted import Faults, Script, ScriptedLauncher, arithmetic_script
+from aengine.testing.tokens import EOS, ByteTokenizer
+
+__all__ = [
+    "EOS",
+    "ByteTokenizer",
+    "Faults",
+    "Script",
+    "ScriptedLauncher",
+    "arithmetic_script",
+    "scripted_engine",
+]

@@ -1,0 +1,186 @@
+"""`ModelRunner`: launches one model's steps. The real `Launcher`.
+
+Owns the model, its KV tensors and the sampler; everything here runs on the forward stream (on a CPU:
+on its worker, as does all torch work of an engine) and nothing waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from aengine.batch import StepResult
+from aengine.execute.logprobs import prompt_logprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from aengine.batch import StepPlan, TokenLogprobs
+    from aengine.execute.inputs import InputBuilder
+    from aengine.execute.logprobs import LogprobTensors
+    from aengine.execute.sampler import Sampled, SampledCopy, Sampler
+    from aengine.model.batch import ForwardBatch
+    from aengine.request import Request
+
+
+class Forward(Protocol):
+    """A model bound to its KV cache: one step's tensors in, logits out."""
+
+    vocab_size: int
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits [S, vocab_size] float32 of the tokens at `batch.logit_index`."""
+        ...
+
+
+@dataclass(slots=True)
+class _Part:
+    """Some sampling rows of a step (plan rows, in order) and their sample."""
+
+    rows: npt.NDArray[np.int64]
+    sampled: Sampled
+
+
+@dataclass(slots=True)
+class BegunStep:
+    """A step whose forward is launched and whose constrained rows are not sampled yet."""
+
+    plan: StepPlan
+    logits: torch.Tensor
+    parts: list[_Part]
+    prompt: list[tuple[int, LogprobTensors]]
+
+
+@dataclass(slots=True)
+class RunnerOutput:
+    """A step's tokens on their way to the host."""
+
+    plan: StepPlan
+    parts: Sequence[tuple[npt.NDArray[np.int64], SampledCopy]]
+    prompt: Sequence[tuple[int, LogprobTensors]]
+
+    def to_host(self) -> StepResult:
+        """The result, once the step's completion has fired."""
+        tokens: dict[int, int] = {}
+        logprobs: dict[int, TokenLogprobs] = {}
+        errors: dict[int, Exception] = {}
+        for rows, copy in self.parts:
+            read = copy.read()
+            plan_rows = rows.tolist()
+            tokens.update(zip(plan_rows, read.token_ids, strict=True))
+            logprobs.update((plan_rows[i], value) for i, value in read.logprobs.items())
+            errors.update((plan_rows[i], error) for i, error in read.errors.items())
+        sampling = np.flatnonzero(self.plan.samples).tolist()
+        prompt: Mapping[int, Sequence[TokenLogprobs]] = {
+            row: tensors.read() for row, tensors in self.prompt
+        }
+        return StepResult(
+            step_id=self.plan.step_id,
+            token_ids=[tokens.get(row, 0) for row in sampling],
+            logprobs=logprobs,
+            prompt_logprobs=prompt,
+            errors=errors,
+        )
+
+
+class ModelRunner:
+    """Launches steps of one model.
+
+    Args:
+        forward: the model with its KV cache.
+        sampler: chooses tokens, holds the FutureMap.
+        builder: makes tensors of plans.
+    """
+
+    def __init__(self, forward: Forward, sampler: Sampler, builder: InputBuilder) -> None:
+        self.vocab_size = forward.vocab_size
+        self._forward = forward
+        self._sampler = sampler
+        self._builder = builder
+        self._requests: dict[int, Request] = {}
+
+    def run(self, plan: StepPlan) -> RunnerOutput:
+        """Forward, sample every sampling row, start the copy to the host."""
+        return self._copy(self.begin(plan))
+
+    @torch.inference_mode()
+    def begin(self, plan: StepPlan) -> BegunStep:
+        """Forward, and sample the rows that wait for no mask."""
+        for init in plan.slot_inits:
+            self._requests[init.slot] = init.request
+            self._sampler.admit(init)
+        batch = self._builder.build(plan, self._sampler.future_map)
+        logits = self._forward(batch)
+        sampling = np.flatnonzero(plan.samples)
+        prompt = self._prompt_logprobs(plan, logits[len(sampling) :])
+        begun = BegunStep(plan, logits[: len(sampling)], [], prompt)
+        waiting = np.isin(sampling, plan.constrained)
+        self._sample(begun, np.flatnonzero(~waiting), sampling)
+        return begun
+
+    @torch.inference_mode()
+    def finish(
+        self, begun: BegunStep, rows: Sequence[int], bitmask: npt.NDArray[np.int32]
+    ) -> RunnerOutput:
+        """Sample the constrained rows that have a mask, start the copy to the host."""
+        sampling = np.flatnonzero(begun.plan.samples)
+        chosen = np.searchsorted(sampling, np.asarray(rows, dtype=np.int64))
+        self._sample(begun, chosen, sampling, bitmask)
+        return self._copy(begun)
+
+    def _sample(
+        self,
+        begun: BegunStep,
+        chosen: npt.NDArray[np.int64],
+        sampling: npt.NDArray[np.int64],
+        bitmask: npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        """Sample the logit rows `chosen`; `sampling` maps logit rows to plan rows."""
+        if not len(chosen):
+            return
+        plan, logits = begun.plan, begun.logits
+        if len(chosen) != len(sampling):
+            logits = logits[torch.from_numpy(chosen).to(logits.device)]
+        rows = sampling[chosen]
+        sampled = self._sampler.sample(
+            logits,
+            plan.slots[rows],
+            (plan.starts + plan.lengths)[rows].astype(np.int64),
+            bitmask=None if bitmask is None else torch.from_numpy(bitmask).to(logits.device),
+            bitmask_rows=None if bitmask is None else np.arange(len(rows)),
+        )
+        begun.parts.append(_Part(rows, sampled))
+
+    def _prompt_logprobs(
+        self, plan: StepPlan, logits: torch.Tensor
+    ) -> list[tuple[int, LogprobTensors]]:
+        """Log-probabilities of the prompt tokens that follow each position of the wanting rows.
+
+        `logits` holds every position of those rows, row by row. What follows a prompt's last
+        position is the first output token, which has its log-probability from the sample.
+        """
+        found: list[tuple[int, LogprobTensors]] = []
+        offset = 0
+        for row in plan.prompt_logprob_rows:
+            request = self._requests[int(plan.slots[row])]
+            start, length = int(plan.starts[row]), int(plan.lengths[row])
+            following = request.prompt_token_ids[start + 1 : start + length + 1]
+            span = logits[offset : offset + len(following)]
+            offset += length
+            if following:
+                targets = torch.tensor(following, dtype=torch.int64, device=logits.device)
+                top = request.params.prompt_logprobs or 0
+                found.append((row, prompt_logprobs(span, targets, top)))
+        return found
+
+    def _copy(self, begun: BegunStep) -> RunnerOutput:
+        return RunnerOutput(
+            begun.plan,
+            [(part.rows, part.sampled.start_copy()) for part in begun.parts],
+            [(row, tensors.start_copy()) for row, tensors in begun.prompt],
+        )

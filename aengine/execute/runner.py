@@ -1,7 +1,7 @@
 """`ModelRunner`: launches one model's steps. The real `Launcher`.
 
-Owns the model, its KV tensors and the sampler; everything here runs on the forward stream (on a CPU:
-on its worker, as does all torch work of an engine) and nothing waits.
+Owns the model, its KV tensors and the sampler. Everything here runs on the forward stream (on a
+CPU: on its worker, as does all torch work of an engine) and nothing waits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""For tests of programs that embed the engine: a fake device, a scripted model, a byte tokenizer."""
+"""For tests of programs that embed the engine: a scripted engine, its model and tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`scripted_engine`: a real engine around a scripted model, for tests of programs that embed one."""
+"""`scripted_engine`: a real engine around a scripted model, for tests of embedding programs."""
 
 from __future__ import annotations
 

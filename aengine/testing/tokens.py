@@ -1,4 +1,4 @@
-"""A tokenizer of bytes: token i is byte i, one more token ends a text. For tests without a model."""
+"""A tokenizer of bytes: token i is byte i, one more token ends a text. For tests, no model."""
 
 from __future__ import annotations
 

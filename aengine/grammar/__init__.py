@@ -1,1 +1,24 @@
-"""Structured output: compile a grammar, follow it with a matcher, fill token bitmasks."""
+"""Structured output: check and compile what a caller asks for, match tokens, fill token masks.
+
+Synchronous and thread-safe; the engine calls it from worker threads. See `docs/design/grammar.md`.
+"""
+
+from aengine.grammar.bitmask import BitmaskLease, BitmaskRing
+from aengine.grammar.cache import GrammarCache, GrammarCacheStats
+from aengine.grammar.compiler import GrammarCompiler
+from aengine.grammar.limits import GrammarLimits
+from aengine.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
+from aengine.grammar.vocabulary import TokenizerInfo
+
+__all__ = [
+    "BitmaskLease",
+    "BitmaskRing",
+    "CompiledGrammar",
+    "GrammarBackend",
+    "GrammarCache",
+    "GrammarCacheStats",
+    "GrammarCompiler",
+    "GrammarLimits",
+    "GrammarMatcher",
+    "TokenizerInfo",
+]

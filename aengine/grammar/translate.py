@@ -166,7 +166,7 @@ def _lark(spec: str, limits: GrammarLimits) -> GrammarSource:
                 _, end = json.JSONDecoder().raw_decode(spec, at)
             except (ValueError, RecursionError) as error:
                 raise _error(f"%json needs a JSON schema: {error}", spec) from error
-            checked = check_schema(spec[at:end], limits)
+            checked = _inner_schema(spec[at:end], "%json", spec, limits)
             parts.append(_with_options(checked.text))
             weakenings += checked.weakenings
             heavy = heavy or checked.heavy
@@ -178,8 +178,8 @@ def _lark(spec: str, limits: GrammarLimits) -> GrammarSource:
 def _structural_tags(spec: str, tokenizer: TokenizerInfo, limits: GrammarLimits) -> GrammarSource:
     """Free text and tags in turn. A tag's beginning ends the free text as soon as it is complete.
 
-    A `begin` (or `end`) that starts with a special token's name stands for that token, since free
-    text never contains special tokens.
+    A special token's name in `end`, or at the front of `begin`, stands for that token, since text
+    never contains special tokens.
     """
     tags = json.loads(spec)
     for i, tag in enumerate(tags):
@@ -200,13 +200,16 @@ def _structural_tags(spec: str, tokenizer: TokenizerInfo, limits: GrammarLimits)
     heavy = False
     for i, tag in enumerate(tags):
         schema = tag["schema"]
-        checked = check_schema(schema if isinstance(schema, str) else json.dumps(schema), limits)
+        schema = schema if isinstance(schema, str) else json.dumps(schema)
+        checked = _inner_schema(schema, f"tag {i}", spec, limits)
         weakenings += [f"tag {i}: {what}" for what in checked.weakenings]
         heavy = heavy or checked.heavy
         body = f"%json {_with_options(checked.text)} {_spelled(tag['end'], tokenizer)}"
-        if tokenizer.special_token_starting(tag["begin"]) is None:
+        if _spelled(tag["begin"], tokenizer) == _literal(tag["begin"]):
             rules.append(f"begin_{i}[lazy]: TEXT {_literal(tag['begin'])}")
             rules.append(f"tag_{i}: begin_{i} {body}")
+        elif tokenizer.special_token_starting(tag["begin"]) is None:
+            raise _error(f"tag {i}: a special token must be at the front of begin", spec)
         else:
             rules.append(f"tag_{i}: TEXT {_spelled(tag['begin'], tokenizer)} {body}")
     return GrammarSource(
@@ -215,11 +218,27 @@ def _structural_tags(spec: str, tokenizer: TokenizerInfo, limits: GrammarLimits)
 
 
 def _spelled(text: str, tokenizer: TokenizerInfo) -> str:
-    """Text in Lark, with special tokens at its front written as tokens."""
+    """Text in Lark, with the special tokens it names written as tokens."""
     parts = []
-    while (token := tokenizer.special_token_starting(text)) is not None:
+    plain = ""
+    while text:
+        token = tokenizer.special_token_starting(text)
+        if token is None:
+            plain, text = plain + text[0], text[1:]
+            continue
+        if plain:
+            parts.append(_literal(plain))
+            plain = ""
         parts.append(f"<[{token}]>")
         text = text.encode()[len(tokenizer.tokens[token]) :].decode()
-    if text:
-        parts.append(_literal(text))
+    if plain:
+        parts.append(_literal(plain))
     return " ".join(parts)
+
+
+def _inner_schema(text: str, where: str, spec: str, limits: GrammarLimits) -> CheckedSchema:
+    """Check a schema inside another spec; an error names the place and carries the whole spec."""
+    try:
+        return check_schema(text, limits)
+    except GrammarError as error:
+        raise _error(f"{where}: {error}", spec) from error

@@ -8,7 +8,7 @@ from aengine.grammar.cache import GrammarCache, GrammarCacheStats
 from aengine.grammar.compiler import GrammarCompiler
 from aengine.grammar.limits import GrammarLimits
 from aengine.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
-from aengine.grammar.vocabulary import TokenizerInfo
+from aengine.grammar.vocabulary import TokenizerInfo, describe
 
 __all__ = [
     "BitmaskLease",
@@ -21,4 +21,5 @@ __all__ = [
     "GrammarLimits",
     "GrammarMatcher",
     "TokenizerInfo",
+    "describe",
 ]

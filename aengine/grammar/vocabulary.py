@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from aengine.errors import ConfigError
 
@@ -72,6 +72,49 @@ class TokenizerInfo:
             ):
                 best = token
         return best
+
+
+class Describable(Protocol):
+    """What `describe` needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Control tokens."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for."""
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True
+    ) -> Sequence[int]:
+        """Token ids of a text."""
+
+
+def describe(
+    tokenizer: Describable, eos_ids: Iterable[int], vocab_size: int | None = None
+) -> TokenizerInfo:
+    """A tokenizer as grammars need it.
+
+    Args:
+        tokenizer: any object with these four members.
+        eos_ids: tokens that end the output.
+        vocab_size: width of the model's logits; None: the tokenizer's.
+
+    Raises:
+        ConfigError: there is no end token, or the logits are narrower than the vocabulary.
+    """
+    ends = tuple(sorted(set(eos_ids)))
+    return TokenizerInfo(
+        tokens=[tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)],
+        eos_ids=ends,
+        special_ids=tokenizer.special_ids | set(ends),
+        vocab_size=vocab_size or tokenizer.vocab_size,
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False, parse_special=False),
+    )
 
 
 def mask_words(vocab_size: int) -> int:

@@ -32,6 +32,7 @@
 #endif
 
 #define MAX_CALL_ARGS 12
+#define SLEEP_SLICE_NS 500000
 
 static int64_t now_ns(void) {
     struct timespec t;
@@ -507,27 +508,48 @@ static int reached(const _Atomic uint32_t *flag, uint32_t target) {
     return (int32_t)(atomic_load_explicit(flag, memory_order_acquire) - target) >= 0;
 }
 
-static PyObject *spin_flag(PyObject *module, PyObject *args) {
+/* Returns when the flag was seen, or 0. Sleeps in slices until `spin_from`, since what is waited for
+ * may come early; then spins. */
+static int64_t await_flag(const _Atomic uint32_t *flag, uint32_t target, int64_t spin_from,
+                          int64_t limit) {
+    int64_t now = now_ns();
+    while (now < spin_from) {
+        if (reached(flag, target)) return now;
+        int64_t until = now + SLEEP_SLICE_NS < spin_from ? now + SLEEP_SLICE_NS : spin_from;
+        struct timespec at = {until / 1000000000, until % 1000000000};
+        clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &at, NULL);
+        now = now_ns();
+    }
+    do {
+        for (int i = 0; i < 32; i++) {
+            if (reached(flag, target)) return now_ns();
+            CPU_RELAX();
+        }
+    } while (now_ns() < limit);
+    return 0;
+}
+
+static PyObject *wait_flag(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *address;
     unsigned int target;
-    long long timeout;
-    if (!PyArg_ParseTuple(args, "OIL:spin_flag", &address, &target, &timeout)) return NULL;
+    long long spin_from, limit;
+    int hold = 0;
+    if (!PyArg_ParseTuple(args, "OILL|p:wait_flag", &address, &target, &spin_from, &limit, &hold))
+        return NULL;
     const _Atomic uint32_t *flag = PyLong_AsVoidPtr(address);
     if (!flag) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "the null address");
         return NULL;
     }
-    int64_t seen = 0;
-    Py_BEGIN_ALLOW_THREADS
-    int64_t limit = now_ns() + timeout;
-    do {
-        for (int i = 0; i < 32 && !seen; i++) {
-            if (reached(flag, target)) seen = now_ns();
-            else CPU_RELAX();
-        }
-    } while (!seen && now_ns() < limit);
-    Py_END_ALLOW_THREADS
+    int64_t seen;
+    if (hold) {
+        seen = await_flag(flag, target, 0, limit);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        seen = await_flag(flag, target, spin_from, limit);
+        Py_END_ALLOW_THREADS
+    }
     if (!seen) Py_RETURN_NONE;
     return PyLong_FromLongLong(seen);
 }
@@ -558,8 +580,9 @@ static PyObject *symbol(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef functions[] = {
-    {"spin_flag", spin_flag, METH_VARARGS,
-     "spin_flag(address, target, timeout_ns) -> when the 32-bit word reached target, or None."},
+    {"wait_flag", wait_flag, METH_VARARGS,
+     "wait_flag(address, target, spin_from_ns, limit_ns, hold_gil=False) -> when the 32-bit word "
+     "was seen to have reached target, or None."},
     {"flag_reached", flag_reached, METH_VARARGS, "Whether the 32-bit word has reached target."},
     {"symbol", symbol, METH_VARARGS, "symbol(library, name) -> address, of a library already loaded."},
     {NULL, NULL, 0, NULL},

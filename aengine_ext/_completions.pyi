@@ -82,11 +82,20 @@ class LaunchList:
     def failed_call(self) -> int | None:
         """Index of the call that failed in the last run."""
 
-def spin_flag(address: int, target: int, timeout_ns: int, /) -> int | None:
-    """Spin without the GIL until the 32-bit word at `address` has reached `target`.
+def wait_flag(
+    address: int, target: int, spin_from_ns: int, limit_ns: int, hold_gil: bool = ..., /
+) -> int | None:
+    """Wait until the 32-bit word at `address` has reached `target`: sleep, then spin.
+
+    Args:
+        address, target: the word, and the sequence number it is to reach.
+        spin_from_ns: absolute `time.perf_counter_ns()` time until which the thread sleeps (looking
+            every 0.5 ms); then it spins.
+        limit_ns: absolute time at which it gives up.
+        hold_gil: spin only, and keep the GIL meanwhile.
 
     Returns:
-        When that was seen, in `time.perf_counter_ns()` time; None after `timeout_ns`.
+        When the word was seen to have reached `target`; None at the limit.
     """
 
 def flag_reached(address: int, target: int, /) -> bool:

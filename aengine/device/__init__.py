@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aengine.device.completions import HostCompletion, Reactor
     from aengine.device.cpu import CpuDevice
+    from aengine.device.cuda import CudaDevice
     from aengine.device.fake import FakeBuffer, FakeDevice, FakeFaults
     from aengine.device.future import DeviceFuture
+    from aengine.device.pace import WaitPolicy
     from aengine.device.protocols import Completion, Device, Stream
     from aengine.device.trace import Trace
 
 __all__ = [
     "Completion",
     "CpuDevice",
+    "CudaDevice",
     "Device",
     "DeviceFuture",
     "FakeBuffer",
@@ -27,6 +30,7 @@ __all__ = [
     "Reactor",
     "Stream",
     "Trace",
+    "WaitPolicy",
 ]
 
 
@@ -38,6 +42,7 @@ def __getattr__(name: str) -> Any:
     homes = {
         "Completion": "protocols",
         "CpuDevice": "cpu",
+        "CudaDevice": "cuda",
         "Device": "protocols",
         "DeviceFuture": "future",
         "FakeBuffer": "fake",
@@ -47,6 +52,7 @@ def __getattr__(name: str) -> Any:
         "Reactor": "completions",
         "Stream": "protocols",
         "Trace": "trace",
+        "WaitPolicy": "pace",
     }
     return getattr(importlib.import_module(f"{__name__}.{homes[name]}"), name)
 

@@ -12,6 +12,7 @@ A lock would have to be safe against finalisers that run in the middle of it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import threading
 import time
@@ -84,7 +85,8 @@ class LoopPort:
         # Disarm first: whoever posts after the last pop then rings again.
         self._armed = False
         if self._bell is not None:
-            self._bell.drain()
+            for number in self._bell.drain():
+                self._ticket_came(number)
         woken = 0
         while self._posted:
             waiter = self._posted.popleft()
@@ -93,6 +95,26 @@ class LoopPort:
                 woken += 1
         self._counters.add("loop_wakeups")
         self._counters.add("waiters_woken", woken)
+
+    def _ticket_came(self, number: int) -> None:
+        """A ticket of the extension's queue came back (only some devices hand any out)."""
+
+    def detach(self) -> None:
+        """Leave the loop (in its thread). What is posted later takes the loop's own way in."""
+        loop = self._loop()
+        self._drain()
+        bell, self._bell = self._bell, None
+        if bell is not None:
+            if loop is not None and not loop.is_closed():
+                loop.remove_reader(bell.fileno())
+            bell.close()
+
+    def detach_soon(self) -> None:
+        """`detach` from any thread."""
+        loop = self._loop()
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # closed: nothing to leave
+                loop.call_soon_threadsafe(self.detach)
 
 
 class _ThreadPort:
@@ -119,6 +141,8 @@ class Reactor:
         self._ports: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopPort] = (
             weakref.WeakKeyDictionary()
         )
+        # The same once more, as a list: other threads can copy that while a loop joins.
+        self._all: list[weakref.ref[LoopPort]] = []
 
     def port(self) -> LoopPort:
         """The port of the running loop.
@@ -129,11 +153,19 @@ class Reactor:
         loop = asyncio.get_running_loop()
         port = self._ports.get(loop)
         if port is None:
-            for other, stale in list(self._ports.items()):
-                if stale.dead:
-                    self._ports.pop(other, None)
             port = self._ports[loop] = self._make_port(loop)
+            self._all = [r for r in self._all if (p := r()) is not None and not p.dead]
+            self._all.append(weakref.ref(port))
         return port
+
+    def ports(self) -> list[LoopPort]:
+        """The ports of all loops that have waited so far."""
+        return [port for ref in list(self._all) if (port := ref()) is not None]
+
+    def close(self) -> None:
+        """Leave every loop: no descriptor of ours stays registered in a loop that lives on."""
+        for port in self.ports():
+            port.detach_soon()
 
     def _make_port(self, loop: asyncio.AbstractEventLoop) -> LoopPort:
         return LoopPort(loop, self.counters, self.native)

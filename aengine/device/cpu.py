@@ -22,6 +22,7 @@ from aengine.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from types import ModuleType
 
     from aengine.device.protocols import Completion
     from aengine.device.trace import Trace
@@ -40,7 +41,7 @@ class CpuDevice:
         name: in thread names and error messages.
         initializer: called once on each stream's thread before its first work, for settings that
             belong to a thread (`torch.set_num_threads`).
-        reactor: the wake-up path; default: a new one.
+        native: the extension; None: without it. Default: if it is there.
         trace: where launches, completions and wake-ups are drawn.
     """
 
@@ -49,12 +50,12 @@ class CpuDevice:
         *,
         name: str = "cpu",
         initializer: Callable[[], object] | None = None,
-        reactor: Reactor | None = None,
+        native: ModuleType | str | None = "auto",
         trace: Trace | None = None,
     ) -> None:
         self._name = name
         self._initializer = initializer
-        self._reactor = reactor or Reactor(trace=trace)
+        self._reactor = Reactor(native=native, trace=trace)
         self._workers = _Workers(self._reactor)
         self._step_id: int | None = None
         # Dropped without close(): the threads end after their last job, nobody waits for them.
@@ -94,6 +95,7 @@ class CpuDevice:
         """
         self._workers.stop()
         atexit.unregister(self._workers.stop)
+        self._reactor.close()
 
 
 class CpuStream:

@@ -21,6 +21,7 @@ from aengine.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import ModuleType
 
     from aengine.device.protocols import Completion
     from aengine.device.trace import Trace
@@ -131,7 +132,7 @@ class FakeDevice:
 
     Args:
         faults: what goes wrong.
-        reactor: the wake-up path; default: a new one.
+        native: the extension; None: without it. Default: if it is there.
         trace: where completions and wake-ups are drawn.
     """
 
@@ -140,12 +141,12 @@ class FakeDevice:
         *,
         name: str = "fake",
         faults: FakeFaults | None = None,
-        reactor: Reactor | None = None,
+        native: ModuleType | str | None = "auto",
         trace: Trace | None = None,
     ) -> None:
         self._name = name
         self.faults = faults or FakeFaults()
-        self._reactor = reactor or Reactor(trace=trace)
+        self._reactor = Reactor(native=native, trace=trace)
         self._queue: dict[int, FakeOp] = {}
         self._delayed: dict[int, tuple[FakeOp, DeviceError | None, int]] = {}
         self._dropped: dict[int, FakeOp] = {}
@@ -202,6 +203,7 @@ class FakeDevice:
             self._changed.notify_all()
         for op in stuck:
             op.completion.fire(DeviceError("the device closed before this completion came"))
+        self._reactor.close()
 
     # -- running it by hand ------------------------------------------------------------------------
 

@@ -1,0 +1,220 @@
+"""How a coroutine waits for a CUDA stream: the hybrid.
+
+No single way wins (the figures are in `docs/design/awaitables.md`). A wait here combines three:
+
+- the stream's pace predicts the end; shortly before it, the thread spins without the GIL on the
+  stream's word: no wake-up latency at all;
+- until then it sleeps: on the device's own loop inside the extension (one release of the GIL), or
+  suspended in the loop with a timer that is finer than the loop's;
+- whenever it suspends, a host function on a side stream stands behind it. It comes some 120 µs
+  late, costs next to nothing, and makes a wrong prediction harmless. It never runs on a compute
+  stream, so it stalls none, and each compute stream has side streams of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from aengine.device.completions import LoopPort
+from aengine.device.driver import STREAM_NON_BLOCKING
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from types import ModuleType
+
+    from aengine.device.cuda import CudaDevice
+    from aengine.device.cuda_stream import CudaCompletion, CudaStream
+
+
+CONTENDED = 1_000_000
+"""Other threads keep the GIL busy when getting it back takes longer than this (ns)."""
+SEEN_AT_ONCE = 3_000
+"""A spin that sees its word this soon (ns) came too late to say when it was written."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A side stream on which one host function at a time waits for a point."""
+
+    handle: int
+    awaits: CudaCompletion | None = None
+
+
+class CudaPort(LoopPort):
+    """A loop's port that also has a fine timer and the side streams for this loop's waits."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        device: CudaDevice,
+        native: ModuleType | None,
+    ) -> None:
+        super().__init__(loop, device.reactor.counters, native)
+        self._device = device
+        self.own = False
+        self.turn_ns = time.perf_counter_ns()
+        self._due: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._count = 0
+        self._lanes: dict[CudaStream, list[_Lane]] = {}
+        self._by_ticket: dict[int, tuple[CudaStream, _Lane]] = {}
+        self._timer = None if native is None else native.Timer()
+        if self._timer is not None:
+            loop.add_reader(self._timer.fileno(), self._time_passed)
+
+    def wake_at(self, deadline_ns: int, waiter: asyncio.Future[None]) -> None:
+        """Resolve `waiter` at that time, if nothing else does before."""
+        if self._timer is None:
+            return  # the device is closing; the side stream's function comes all the same
+        self._count += 1
+        heapq.heappush(self._due, (deadline_ns, self._count, waiter))
+        if self._due[0][2] is waiter:
+            self._timer.arm(deadline_ns)
+
+    def _time_passed(self) -> None:
+        assert self._timer is not None
+        self._timer.drain()
+        now = time.perf_counter_ns()
+        while self._due and (self._due[0][0] <= now or self._due[0][2].done()):
+            waiter = heapq.heappop(self._due)[2]
+            if not waiter.done():
+                waiter.set_result(None)
+        if self._due:
+            self._timer.arm(self._due[0][0])
+
+    def watch(self, point: CudaCompletion) -> None:
+        """See to it that this loop looks at the stream once `point` was passed."""
+        if self._bell is None:
+            return  # the notifier threads of the pure-Python way look after every point
+        lanes = self._lanes.setdefault(point.stream, [])
+        for lane in lanes:
+            if lane.awaits is not None and not _later(lane.awaits, point):
+                return  # will come no later, and then looks for who else waits
+        device = self._device
+        with device.current():
+            lane_or_none = next((lane for lane in lanes if lane.awaits is None), None)
+            if lane_or_none is None:
+                handle = device.driver.make("stream_create", STREAM_NON_BLOCKING, 0)
+                lane_or_none = _Lane(handle)
+                lanes.append(lane_or_none)
+            lane = lane_or_none
+            lane.awaits = point
+            self._count += 1
+            self._by_ticket[self._count] = (point.stream, lane)
+            ticket = self._bell.ticket(self._count)
+            code = device.driver.calls["stream_wait"](lane.handle, point.event.handle, 0)
+            post = device.reactor.native.post_address if device.reactor.native else 0
+            code = code or device.driver.calls["launch_host"](lane.handle, post, ticket)
+        if code:
+            self._bell.discard(ticket)
+            del self._by_ticket[self._count]
+            lane.awaits = None
+            device.note_error(code)
+
+    def detach(self) -> None:
+        timer, self._timer = self._timer, None
+        loop = self._loop()
+        if timer is not None and loop is not None and not loop.is_closed():
+            loop.remove_reader(timer.fileno())
+        super().detach()
+
+    def _ticket_came(self, number: int) -> None:
+        stream, lane = self._by_ticket.pop(number)
+        lane.awaits = None
+        stream.settle()
+        for point in stream.pending:
+            if any(port is self for port in list(point._waiters.values())):
+                self.watch(point)
+                return
+
+    def lanes_of(self, stream: CudaStream) -> list[int]:
+        """Forget `stream`; the handles of its side streams, for the device to destroy."""
+        return [lane.handle for lane in self._lanes.pop(stream, [])]
+
+
+def wait_for(point: CudaCompletion, port: CudaPort) -> Generator[Any, None, None]:
+    """Wait until `point` is done, by the policy of its device. Returns once it has fired."""
+    stream, device = point.stream, point.stream.device
+    policy, counters = device.policy, device.reactor.counters
+    spun, may_spin = False, device.reactor.native is not None and stream.word is not None
+    while not point.done():
+        now = time.perf_counter_ns()
+        end = point.predicted_end() if may_spin else None
+        if end is None:
+            yield from _sleep(point, port, None)
+            continue
+        expected = stream.pace.expect(point.key) or 0
+        begin = end - policy.margin(expected, own=port.own)
+        whole = port.own and expected <= policy.spin_whole
+        if port.own and now - port.turn_ns > _turn_interval(device):
+            port.turn_ns = now
+            yield None
+        elif now >= begin or whole or (port.own and begin - now <= policy.block_limit):
+            limit = max(end, now) + policy.overtime(expected, own=port.own)
+            _block(point, now if whole else begin, limit)
+            # One spin a wait: if it did not see the end, the prediction is no good.
+            spun, may_spin = True, False
+        else:
+            yield from _sleep(point, port, begin)
+    if spun:
+        counters.add("waits_spun")
+    stream.settle()
+
+
+def _turn_interval(device: CudaDevice) -> int:
+    contended = device.clock.contention_ns > CONTENDED
+    return device.policy.turn_interval_contended if contended else device.policy.turn_interval
+
+
+def _block(point: CudaCompletion, spin_from: int, limit: int) -> None:
+    """Wait in the extension, without the GIL; near the end perhaps with it, if it is contended."""
+    stream, device = point.stream, point.stream.device
+    native, word, clock = device.reactor.native, stream.word, device.clock
+    assert native is not None
+    began, seen, hold_spin = time.perf_counter_ns(), None, device.policy.hold_spin
+    if clock.contention_ns > CONTENDED:
+        # Getting the GIL back takes a while: ask for it that much earlier, and then keep it.
+        early = spin_from - clock.contention_ns
+        seen = native.wait_flag(word, point.sequence, early, early)
+        now = time.perf_counter_ns()
+        clock.regained(now - (seen or max(early, began)))
+        if seen is None and spin_from - now < hold_spin:
+            began = now
+            seen = native.wait_flag(word, point.sequence, 0, min(limit, now + hold_spin), True)
+    if seen is None and time.perf_counter_ns() < limit:
+        began = time.perf_counter_ns()
+        seen = native.wait_flag(word, point.sequence, spin_from, limit)
+        clock.regained(time.perf_counter_ns() - (seen or limit))
+    if seen is not None and seen > max(spin_from, began) + SEEN_AT_ONCE:
+        # It came while we looked, so this is when it came.
+        clock.anchor(point.event, seen)
+        point.ended_ns = seen
+
+
+def _sleep(
+    point: CudaCompletion, port: CudaPort, deadline_ns: int | None
+) -> Generator[Any, None, None]:
+    """Suspend until the point fires, or until `deadline_ns`."""
+    waiter = asyncio.get_running_loop().create_future()
+    point._waiters[waiter] = port
+    try:
+        port.watch(point)
+        if deadline_ns is not None:
+            port.wake_at(deadline_ns, waiter)
+        if not point.done():
+            yield from waiter
+    except BaseException:
+        point._reactor.counters.add("waits_abandoned")
+        raise
+    finally:
+        point._waiters.pop(waiter, None)
+        waiter.cancel()  # lets the timer forget it
+    port.turn_ns = time.perf_counter_ns()
+
+
+def _later(one: CudaCompletion, other: CudaCompletion) -> bool:
+    """Whether `one` comes after `other` on their stream."""
+    return 0 < (one.sequence - other.sequence) % (1 << 32) < 1 << 31

@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from aengine.engine.channel import Channel
+    from aengine.engine.delayed import DelayedSampling
     from aengine.engine.delivery import Outbox
     from aengine.engine.inbox import Inbox
     from aengine.engine.messages import Message, Submit
     from aengine.engine.parts import EngineParts
+    from aengine.grammar.protocol import GrammarMatcher
     from aengine.policy.scheduler import RowUpdate
 
 logger = logging.getLogger("aengine")
@@ -46,6 +48,7 @@ class EngineCore:
         parts: scheduler, tokenizer and the rest of a loaded engine.
         inbox: where prepared requests come back to.
         outbox: where chunks leave.
+        delayed: follows the grammars of constrained sequences.
         clock: monotonic seconds.
     """
 
@@ -54,12 +57,14 @@ class EngineCore:
         parts: EngineParts,
         inbox: Inbox[Message],
         outbox: Outbox,
+        delayed: DelayedSampling,
         clock: Callable[[], float],
     ) -> None:
         self._parts = parts
         self._scheduler = parts.scheduler
         self._inbox = inbox
         self._outbox = outbox
+        self._delayed = delayed
         self._clock = clock
         self._ids = itertools.count(1)
         self._live: dict[int, LiveSequence] = {}
@@ -95,7 +100,13 @@ class EngineCore:
                 self._parts.codec,
                 max_model_len=self._parts.max_model_len,
             )
-            self._inbox.put(Prepared(channel=channel, requests=self._expand(message, ids)))
+            requests = self._expand(message, ids)
+            matchers: list[GrammarMatcher] = []
+            if (structured := message.params.structured) is not None:
+                first = await self._parts.grammars.matcher(structured)
+                matchers = [first, *(first.fork() for _ in requests[1:])]
+            prepared = Prepared(channel=channel, requests=requests, matchers=matchers)
+            self._inbox.put(prepared)
         except AEngineError as error:
             self._drop_prepared(channel)
             self._fail(channel, error)
@@ -157,6 +168,8 @@ class EngineCore:
                 arrival=request.arrival,
             )
             self._by_channel.setdefault(channel, set()).add(request.seq_id)
+            if message.matchers:
+                self._delayed.attach(request.seq_id, message.matchers[request.index])
         self._prompt_tokens += len(message.requests[0].prompt_token_ids)
 
     # -- requests out --------------------------------------------------------------------------
@@ -223,6 +236,7 @@ class EngineCore:
     def _forget(self, seq_id: int) -> LiveSequence | None:
         live = self._live.pop(seq_id, None)
         if live is not None:
+            self._delayed.detach(seq_id)
             ids = self._by_channel[live.channel]
             ids.discard(seq_id)
             if not ids:

@@ -1,11 +1,147 @@
 """`delayed_sample` and `grammar_mask`: coroutines that chain, for rows that wait for a mask.
 
-The forward of a step is running while its masks are filled in worker threads; only the sample of
-the constrained rows waits for them.
+The forward of a step is running on the device while its masks are filled in a worker thread; only
+the sample of the constrained rows waits for them. Rows whose masks are late leave the batch, so
+that the others go on, and come back when their masks are there.
 """
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from aengine.batch import StepPlan
+    from aengine.device.future import DeviceFuture
+    from aengine.engine.parts import EngineParts
+    from aengine.errors import GenerationError
+    from aengine.execute.launcher import StepOutput
+    from aengine.grammar.protocol import GrammarMatcher
+    from aengine.policy.scheduler import RowUpdate
+
+    Bitmask = npt.NDArray[np.int32]
+
 
 class DelayedSampling:
-    """To be replaced below."""
+    """The matchers of running sequences, and the samples that wait for their masks.
+
+    Args:
+        parts: the loaded engine.
+        wake: makes the step loop come round.
+        mask_patience: seconds that a step waits for its masks before it goes on without them.
+    """
+
+    def __init__(
+        self, parts: EngineParts, wake: Callable[[], None], *, mask_patience: float = 0.05
+    ) -> None:
+        self._parts = parts
+        self._wake = wake
+        self._patience = mask_patience
+        self._matchers: dict[int, GrammarMatcher] = {}
+        self._ready: dict[int, Bitmask] = {}
+        self._late: set[asyncio.Task[None]] = set()
+        self._faults: dict[int, GenerationError] = {}
+
+    def attach(self, seq_id: int, matcher: GrammarMatcher) -> None:
+        """This sequence is constrained by `matcher` from its first token on."""
+        self._matchers[seq_id] = matcher
+
+    def detach(self, seq_id: int) -> None:
+        """The sequence is over: nothing of its grammar stays alive."""
+        self._matchers.pop(seq_id, None)
+        self._ready.pop(seq_id, None)
+        self._faults.pop(seq_id, None)
+
+    def advance(self, updates: Sequence[RowUpdate]) -> list[RowUpdate]:
+        """Move the matchers on by the tokens that arrived, and report those that failed."""
+        return [self._advance(update) for update in updates]
+
+    def _advance(self, update: RowUpdate) -> RowUpdate:
+        matcher = self._matchers.get(update.seq_id)
+        if matcher is None or update.error is not None:
+            return update
+        try:
+            for token in update.token_ids:
+                matcher.advance(token)
+        except Exception as error:  # one row's matcher ends that row alone (law 9)
+            return replace(update, error=error)
+        if (fault := self._faults.pop(update.seq_id, None)) is not None:
+            return replace(update, error=fault)
+        return update
+
+    async def sample(self, plan: StepPlan, begun: DeviceFuture[Any]) -> DeviceFuture[StepOutput]:
+        """Sample the constrained rows of a begun step as soon as their masks are there."""
+        rows, masks = await self._grammar_masks(plan)
+        stream = self._parts.forward_stream
+        return stream.launch(self._parts.launcher.finish, begun, rows, masks)
+
+    async def _grammar_masks(self, plan: StepPlan) -> tuple[list[int], Bitmask]:
+        """Masks of the constrained rows; rows that are late or over are left out."""
+        masks: dict[int, Bitmask] = {}
+        missing: dict[int, GrammarMatcher] = {}
+        for row in plan.constrained:
+            seq_id = plan.seq_ids[row]
+            if (mask := self._ready.pop(seq_id, None)) is not None:
+                masks[row] = mask
+            elif (matcher := self._matchers.get(seq_id)) is not None:
+                missing[row] = matcher
+        if missing:
+            masks |= await self._fill(plan, missing)
+        rows = sorted(masks)
+        words = -(-self._parts.launcher.vocab_size // 32)
+        stacked = [masks[row] for row in rows]
+        return rows, np.stack(stacked) if stacked else np.zeros((0, words), dtype=np.int32)
+
+    async def _fill(
+        self, plan: StepPlan, missing: Mapping[int, GrammarMatcher]
+    ) -> dict[int, Bitmask]:
+        """Fill masks in a worker thread while the forward runs; give up waiting after a while."""
+        rows = list(missing)
+        words = -(-self._parts.launcher.vocab_size // 32)
+        bitmask = np.zeros((len(rows), words), dtype=np.int32)
+        filling = self._parts.grammars.fill(list(missing.values()), bitmask)
+        done, _ = await asyncio.wait([filling], timeout=self._patience)
+        if not done:
+            seq_ids = [plan.seq_ids[row] for row in rows]
+            for seq_id in seq_ids:
+                self._parts.scheduler.defer(seq_id)
+            rejoining = self._rejoin(filling, seq_ids, bitmask)
+            task = asyncio.get_running_loop().create_task(rejoining)
+            self._late.add(task)
+            task.add_done_callback(self._late.discard)
+            return {}
+        failed = filling.result()
+        for index, error in failed.items():
+            self._faults[plan.seq_ids[rows[index]]] = error
+        # A row whose mask failed is sampled without one; its token is never delivered.
+        return {row: bitmask[i] for i, row in enumerate(rows) if i not in failed}
+
+    async def _rejoin(
+        self,
+        filling: asyncio.Future[Mapping[int, GenerationError]],
+        seq_ids: Sequence[int],
+        bitmask: Bitmask,
+    ) -> None:
+        """Late masks are here: their rows may take part again."""
+        failed = await filling
+        for index, seq_id in enumerate(seq_ids):
+            if seq_id not in self._matchers:
+                continue
+            if index in failed:
+                self._faults[seq_id] = failed[index]
+            else:
+                self._ready[seq_id] = bitmask[index]
+            self._parts.scheduler.unhold(seq_id)
+        self._wake()
+
+    async def aclose(self) -> None:
+        """Wait for the threads that still fill masks."""
+        if self._late:
+            await asyncio.wait(self._late)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from aengine.engine.channel import Channel
+    from aengine.grammar.protocol import GrammarMatcher
     from aengine.request import Request, SamplingParams
 
     Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -34,6 +35,8 @@ class Prepared:
 
     channel: Channel
     requests: Sequence[Request]
+    matchers: Sequence[GrammarMatcher] = ()
+    """One a sequence for a request with structured output, else none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,11 @@ class Call:
     future: Future[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Come round: something outside the inbox has changed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Close:
     """End the engine: finish what runs if `drain`, within `timeout` seconds, then stop."""
@@ -66,4 +74,4 @@ class Close:
     timeout: float | None
 
 
-Message = Submit | Prepared | Abort | AbortById | Call | Close
+Message = Submit | Prepared | Abort | AbortById | Call | Wake | Close

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from aengine.config import EngineConfig
     from aengine.device.protocols import Device, Stream
     from aengine.engine.detokenize import TokenTable
+    from aengine.engine.grammars import Grammars
     from aengine.engine.prompts import TextCodec
     from aengine.engine.text_thread import TextThread
     from aengine.execute.launcher import Launcher
@@ -32,6 +33,7 @@ class EngineParts:
     end_token_ids: frozenset[int]
     max_model_len: int
     text_thread: TextThread
+    grammars: Grammars
 
     def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Token sequences that spell the request's bad words, at a word's start and inside."""
@@ -46,6 +48,7 @@ class EngineParts:
     def close(self) -> None:
         """Give everything back: threads, streams, memory."""
         self.text_thread.close()
+        self.grammars.close()
         self.device.close()
 
 

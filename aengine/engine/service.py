@@ -20,7 +20,7 @@ from aengine.engine.core import EngineCore
 from aengine.engine.delayed import DelayedSampling
 from aengine.engine.delivery import Outbox
 from aengine.engine.inbox import Inbox
-from aengine.engine.messages import Call
+from aengine.engine.messages import Call, Wake
 from aengine.engine.steps import StepLoop
 from aengine.errors import EngineClosedError, EngineDeadError
 
@@ -75,6 +75,7 @@ class EngineService:
         self._inbox: Inbox[Message] | None = None
         self._loop_thread: int | None = None
         self._steps: StepLoop | None = None
+        self._delayed: DelayedSampling | None = None
         self._core: EngineCore | None = None
 
     async def main(self) -> None:
@@ -99,6 +100,8 @@ class EngineService:
         finally:
             self._refuse_leftovers()
             self._core = self._steps = None
+            if self._delayed is not None:
+                await self._delayed.aclose()
             if parts is not None:
                 # In a thread: closing waits for the device's workers, and in the caller's loop
                 # (loop="caller") that wait must not hold up anybody.
@@ -108,12 +111,14 @@ class EngineService:
 
     def _build(self, parts: EngineParts, loop: asyncio.AbstractEventLoop) -> None:
         assert self._inbox is not None
-        self._core = EngineCore(parts, self._inbox, Outbox(loop), self.clock)
+        inbox = self._inbox
+        delayed = self._delayed = DelayedSampling(parts, lambda: _wake(inbox))
+        self._core = EngineCore(parts, inbox, Outbox(loop), delayed, self.clock)
         self._steps = StepLoop(
             parts,
             self._core,
-            self._inbox,
-            DelayedSampling(parts),
+            inbox,
+            delayed,
             self.clock,
             max_steps_in_flight=self.config.scheduler.max_steps_in_flight,
         )
@@ -193,6 +198,10 @@ class EngineService:
         """Seconds since the step loop last came round; None while it is not running."""
         steps = self._steps
         return None if steps is None else max(0.0, self.clock() - steps.heartbeat)
+
+
+def _wake(inbox: Inbox[Message]) -> None:
+    inbox.put(Wake())
 
 
 def _fail_in_its_loop(channel: Any, error: EngineClosedError | EngineDeadError) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from aengine.config import EngineConfig
 from aengine.device.cpu import CpuDevice
 from aengine.engine.front import Engine
+from aengine.engine.grammars import Grammars
 from aengine.engine.parts import EngineParts
 from aengine.engine.text_thread import TextThread
 from aengine.policy.scheduler import Scheduler
@@ -69,6 +70,7 @@ def scripted_engine(
             end_token_ids=tokenizer.eos_token_ids,
             max_model_len=max_model_len,
             text_thread=TextThread("aengine-text"),
+            grammars=Grammars(tokenizer, tokenizer.eos_token_ids, vocab_size=tokenizer.vocab_size),
         )
 
     return Engine.from_parts(config, load)

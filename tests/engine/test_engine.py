@@ -20,8 +20,10 @@ from aengine import (
     EngineDeadError,
     FinishReason,
     GenerationError,
+    GrammarError,
     InvalidRequestError,
     SamplingParams,
+    StructuredOutput,
 )
 from aengine.errors import DeviceLostError
 from aengine.testing import EOS, Faults, arithmetic_script, scripted_engine
@@ -441,3 +443,33 @@ async def test_the_blocking_facade_inside_a_running_loop() -> None:
     """known-faults: lmdeploy 1399, 2030."""
     with BlockingEngine.around(scripted_engine()) as engine:
         assert engine.generate([3], params(7)).token_ids == expected([3], 7)
+
+
+async def test_structured_output_follows_its_grammar_beside_free_rows(loop_mode: str) -> None:
+    choice = StructuredOutput.choice(["yes", "no", "perhaps"])
+    async with scripted_engine(loop=loop_mode) as engine:
+        bound = [engine.generate([i], params(40, structured=choice)) for i in range(6)]
+        free = [engine.generate([i], params(40)) for i in range(6)]
+        results = await asyncio.gather(*bound)
+        others = await asyncio.gather(*free)
+        await drained(engine)
+    assert {r.text for r in results} <= {"yes", "no", "perhaps"}
+    assert all(r.finish_reason is FinishReason.STOP for r in results)
+    assert [r.token_ids for r in others] == [expected([i], 40) for i in range(6)]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        StructuredOutput.regex("a(b"),
+        StructuredOutput.json({"type": "nonsense"}),
+        StructuredOutput.grammar("start: ???"),
+    ],
+)
+async def test_a_bad_grammar_fails_its_request_alone(bad: StructuredOutput) -> None:
+    """known-faults: V#17313, V#17248, TGI 2280, V PR 47312."""
+    async with scripted_engine() as engine:
+        with pytest.raises(GrammarError):
+            await engine.generate([1], params(5, structured=bad))
+        assert (await engine.generate([7], params(5))).token_ids == expected([7], 5)
+        await drained(engine)

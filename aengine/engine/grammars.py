@@ -1,0 +1,79 @@
+"""`Grammars`: the grammar room as the engine awaits it. Built when the first request needs it."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from aengine.grammar.cache import GrammarCache
+from aengine.grammar.compiler import GrammarCompiler
+from aengine.grammar.vocabulary import describe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from aengine.errors import GenerationError
+    from aengine.grammar.protocol import GrammarMatcher
+    from aengine.grammar.vocabulary import Describable
+    from aengine.request import StructuredOutput
+
+
+class Grammars:
+    """Compiles grammars and fills masks for one engine, off its loop.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        eos_ids: tokens that end the output.
+        vocab_size: width of the logits.
+    """
+
+    def __init__(self, tokenizer: Describable, eos_ids: frozenset[int], *, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._eos_ids = eos_ids
+        self._vocab_size = vocab_size
+        self._pool = ThreadPoolExecutor(1, "aengine-masks")
+        self._compiler: GrammarCompiler | None = None
+        self._cache: GrammarCache | None = None
+
+    async def matcher(self, structured: StructuredOutput) -> GrammarMatcher:
+        """A matcher at the beginning of this grammar; compiles it if it is not kept.
+
+        Raises:
+            GrammarError: the grammar is invalid, or asks for what cannot be enforced.
+            GrammarTimeoutError: compiling took too long.
+            EngineOverloadedError: too many grammars wait to be compiled.
+        """
+        if self._cache is None:
+            # The one mask thread does it, so two first requests build it once.
+            await asyncio.get_running_loop().run_in_executor(self._pool, self._build)
+        assert self._cache is not None
+        compiled = await asyncio.wrap_future(self._cache.submit(structured))
+        return compiled.matcher()
+
+    def _build(self) -> None:
+        if self._cache is None:
+            info = describe(self._tokenizer, self._eos_ids, self._vocab_size)
+            self._compiler = GrammarCompiler(info)
+            self._cache = GrammarCache(self._compiler)
+
+    def fill(
+        self, matchers: Sequence[GrammarMatcher], bitmask: npt.NDArray[np.int32]
+    ) -> asyncio.Future[Mapping[int, GenerationError]]:
+        """Begin to fill row i of `bitmask` for matcher i, in a thread and without the GIL.
+
+        The future gives what failed, by index.
+        """
+        assert self._compiler is not None
+        return asyncio.get_running_loop().run_in_executor(
+            self._pool, self._compiler.backend.fill_bitmasks, matchers, bitmask
+        )
+
+    def close(self) -> None:
+        """End the threads and worker processes; blocks until they are gone."""
+        if self._cache is not None:
+            self._cache.close()
+        self._pool.shutdown(wait=True, cancel_futures=True)

@@ -211,7 +211,6 @@ def _sleep(
         raise
     finally:
         point._waiters.pop(waiter, None)
-        waiter.cancel()  # lets the timer forget it
     port.turn_ns = time.perf_counter_ns()
 
 

@@ -67,11 +67,7 @@ class GrammarCache:
     def get_nowait(self, structured: StructuredOutput) -> CompiledGrammar | None:
         """The compiled grammar if it is kept, else None; starts nothing."""
         with self._lock:
-            grammar = self._kept.get(structured)
-            if grammar is not None:
-                self._kept.move_to_end(structured)
-                self._hits += 1
-            return grammar
+            return self._get(structured)
 
     def submit(self, structured: StructuredOutput) -> Future[CompiledGrammar]:
         """A future of the compiled grammar; joins a compile of the same spec that is under way.
@@ -83,13 +79,13 @@ class GrammarCache:
             EngineClosedError: the cache was closed.
         """
         future: Future[CompiledGrammar] = Future()
-        grammar = self.get_nowait(structured)
-        if grammar is not None:
-            future.set_result(grammar)
-            return future
         with self._lock:
             if self._closed:
                 raise EngineClosedError("the engine is closed")
+            grammar = self._get(structured)
+            if grammar is not None:
+                future.set_result(grammar)
+                return future
             self._misses += 1
             flight = self._flights.get(structured)
             if flight is not None:
@@ -205,6 +201,13 @@ class GrammarCache:
         for waiter in flight.waiters:
             if waiter.set_running_or_notify_cancel():
                 waiter.set_result(outcome)
+
+    def _get(self, structured: StructuredOutput) -> CompiledGrammar | None:
+        grammar = self._kept.get(structured)
+        if grammar is not None:
+            self._kept.move_to_end(structured)
+            self._hits += 1
+        return grammar
 
     def _keep(self, structured: StructuredOutput, grammar: CompiledGrammar) -> None:
         if grammar.nbytes > self._limits.cache_bytes:

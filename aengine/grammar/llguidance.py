@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import llguidance as lib
 import numpy as np
 
-from aengine.errors import GenerationError, GrammarError
+from aengine.errors import GenerationError
+from aengine.grammar.refusal import refused, shorten
 from aengine.grammar.vocabulary import wrap
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class LLGuidanceBackend:
             limits=lib.LLParserLimits(**_PARSER_LIMITS),
         )
         if matcher.is_error():
-            raise grammar_error(matcher.get_error(), source)
+            raise refused(matcher.get_error(), source)
         weakenings = (*source.weakenings, *matcher.get_grammar_warnings())
         for weakening in weakenings:
             logger.warning("structured output is weaker than asked for: %s", weakening)
@@ -85,7 +86,7 @@ class LLGuidanceBackend:
         try:
             grammar.matcher().fill_bitmask(np.empty(self.tokenizer.mask_words, dtype=np.int32))
         except GenerationError as error:
-            raise grammar_error(f"nothing matches it: {error}", source) from error
+            raise refused(f"nothing matches it: {error}", source) from error
         return grammar
 
     def fill_bitmasks(
@@ -173,7 +174,9 @@ class LLGuidanceMatcher:
             GenerationError: it is.
         """
         if self.inner.is_error():
-            raise GenerationError(f"the grammar failed while {doing}: {_short(self.inner)}")
+            raise GenerationError(
+                f"the grammar failed while {doing}: {shorten(self.inner.get_error())}"
+            )
 
     def advance(self, token_id: int) -> None:
         """Take the sampled token. End tokens are taken when the text so far is whole.
@@ -227,6 +230,8 @@ class LLGuidanceMatcher:
             self.check("looking for forced tokens")
             if self.inner.is_stopped():
                 return self._backend.tokenizer.eos_ids[:1]
+            if not self.inner.compute_ff_bytes():  # much cheaper, and mostly the answer
+                return ()
             forced = self.inner.compute_ff_tokens()
             self.check("looking for forced tokens")
             return tuple(forced)
@@ -269,21 +274,3 @@ class LLGuidanceMatcher:
     def is_terminated(self) -> bool:
         """Whether the end token was taken: nothing may follow."""
         return self._ended > 0
-
-
-def grammar_error(message: str, source: GrammarSource) -> GrammarError:
-    """A GrammarError with the library's message."""
-    return GrammarError(
-        f"the grammar cannot be used: {_cut(message)}", param="structured", value=source.spec
-    )
-
-
-def _short(matcher: lib.LLMatcher) -> str:
-    return _cut(matcher.get_error())
-
-
-def _cut(message: str) -> str:
-    """The message without the library's state dump or backtrace."""
-    for mark in ("<state>", "<non-verbose/>", "<backtrace>", "<grammar>"):
-        message = message.split(mark)[0]
-    return message.strip()[:2000]

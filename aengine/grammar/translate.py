@@ -30,6 +30,12 @@ _ESCAPES = 'nrbtf\\"'
 # the indentation of any document within `max_depth` as tools print it.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 
+# Where only one text can follow, the library would ask the tokenizer how to spell it while it fills
+# a mask: a call into Python, and with 64 rows and a busy host 64 waits for the GIL (0.6 s).
+# Without it the mask allows every spelling of that text, and `forced_tokens` still tells the right
+# one. It stands at the end, so that line numbers in messages are the caller's.
+_DIRECTIVE = '\n%llguidance {"no_forcing": true}\n'
+
 _LIGHT_GRAMMAR = 8 * 1024
 _LIGHT_REGEX = 2 * 1024
 
@@ -48,13 +54,15 @@ _GBNF_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-
 class GrammarSource:
     """A grammar as the library takes it.
 
-    `spec` is what the caller wrote (for error messages), `heavy` that compiling could be slow.
+    `spec` is what the caller wrote (for error messages), `heavy` that compiling could be slow,
+    `is_lark` that the caller wrote Lark, so that the library's line numbers mean something.
     """
 
     text: str
     spec: str
     weakenings: tuple[str, ...] = ()
     heavy: bool = False
+    is_lark: bool = False
 
 
 def translate(
@@ -88,7 +96,7 @@ def _error(message: str, spec: str) -> GrammarError:
 
 def _json(spec: str, checked: CheckedSchema) -> GrammarSource:
     return GrammarSource(
-        text=f'{{"grammars": [{{"json_schema": {_with_options(checked.text)}}}]}}',
+        text=f"start: %json {_with_options(checked.text)}{_DIRECTIVE}",
         spec=spec,
         weakenings=checked.weakenings,
         heavy=checked.heavy,
@@ -110,7 +118,7 @@ def _with_options(schema: str) -> str:
 def _regex(spec: str) -> GrammarSource:
     if (len(spec) - len(spec.rstrip("\\"))) % 2:
         raise _error("invalid regex: it ends with a lone backslash", spec)
-    text = json.dumps({"grammars": [{"lark_grammar": f"start: /{_slashes(spec)}/"}]})
+    text = f"start: /{_slashes(spec)}/{_DIRECTIVE}"
     return GrammarSource(text=text, spec=spec, heavy=len(spec) > _LIGHT_REGEX)
 
 
@@ -128,7 +136,7 @@ def _choice(spec: str) -> GrammarSource:
     options = json.loads(spec)
     # One terminal instead of a rule: the options become one automaton.
     text = "start: CHOICE\nCHOICE: " + "\n  | ".join(map(_literal, dict.fromkeys(options)))
-    return GrammarSource(text=text, spec=spec, heavy=len(text) > _LIGHT_GRAMMAR)
+    return GrammarSource(text=text + _DIRECTIVE, spec=spec, heavy=len(text) > _LIGHT_GRAMMAR)
 
 
 def _grammar(spec: str, limits: GrammarLimits) -> GrammarSource:
@@ -140,7 +148,7 @@ def _grammar(spec: str, limits: GrammarLimits) -> GrammarSource:
         raise _error(
             f"invalid grammar: neither Lark (no 'start:' rule) nor GBNF: {error}", spec
         ) from error
-    return GrammarSource(text=text, spec=spec, heavy=len(text) > _LIGHT_GRAMMAR)
+    return GrammarSource(text=text + _DIRECTIVE, spec=spec, heavy=len(text) > _LIGHT_GRAMMAR)
 
 
 def _gbnf_character(match: re.Match[str]) -> str:
@@ -171,8 +179,14 @@ def _lark(spec: str, limits: GrammarLimits) -> GrammarSource:
             weakenings += checked.weakenings
             heavy = heavy or checked.heavy
             at = end
-    parts.append(spec[at:])
-    return GrammarSource(text="".join(parts), spec=spec, weakenings=tuple(weakenings), heavy=heavy)
+    parts += [spec[at:], _DIRECTIVE]
+    return GrammarSource(
+        text="".join(parts),
+        spec=spec,
+        weakenings=tuple(weakenings),
+        heavy=heavy,
+        is_lark=True,
+    )
 
 
 def _structural_tags(spec: str, tokenizer: TokenizerInfo, limits: GrammarLimits) -> GrammarSource:
@@ -213,7 +227,7 @@ def _structural_tags(spec: str, tokenizer: TokenizerInfo, limits: GrammarLimits)
         else:
             rules.append(f"tag_{i}: TEXT {_spelled(tag['begin'], tokenizer)} {body}")
     return GrammarSource(
-        text="\n".join(rules), spec=spec, weakenings=tuple(weakenings), heavy=heavy
+        text="\n".join(rules) + _DIRECTIVE, spec=spec, weakenings=tuple(weakenings), heavy=heavy
     )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aengine.errors import EngineClosedError, GrammarError, GrammarTimeoutError
+from aengine.grammar.refusal import refused
 from aengine.grammar.vocabulary import encode_vocabulary
 
 if TYPE_CHECKING:
@@ -72,9 +73,7 @@ class WorkerPool:
             ) from died
         self._give_back(worker)
         if error is not None:
-            raise GrammarError(
-                f"the grammar cannot be used: {error}", param="structured", value=source.spec
-            )
+            raise refused(error, source)
 
     def close(self) -> None:
         """Kill all workers; a `check` that is waiting raises EngineClosedError. Idempotent."""

@@ -86,7 +86,6 @@ def test_first_token_advances_before_the_first_decode_mask(
 def test_mask_allows_exactly_what_advance_takes(
     compiler: GrammarCompiler, info: TokenizerInfo
 ) -> None:
-    """At places with a choice; where text is forced the mask keeps to one spelling."""
     rng = random.Random(3)
     matcher = compiler.compile(_OBJECT).matcher()
     while not matcher.is_terminated:
@@ -98,19 +97,24 @@ def test_mask_allows_exactly_what_advance_takes(
             except GenerationError:
                 assert token not in mask
             else:
-                assert token in mask or matcher.forced_tokens()
+                assert token in mask
         matcher.advance(rng.choice(sorted(mask)))
 
 
-def test_forced_tokens_are_the_only_ones_allowed(
-    compiler: GrammarCompiler, info: TokenizerInfo
-) -> None:
+def test_only_the_forced_text_is_allowed(compiler: GrammarCompiler, info: TokenizerInfo) -> None:
     matcher = compiler.compile(_ONE_PATH).matcher()
     taken: list[int] = []
     while forced := matcher.forced_tokens():
-        for token in forced:
+        for i, token in enumerate(forced):
             mask = allowed(matcher, info)
-            assert mask == ({token} if token not in info.eos_ids else set(info.eos_ids))
+            assert token in mask
+            if token in info.eos_ids:
+                assert mask == set(info.eos_ids)
+            else:
+                ahead = b"".join(info.tokens[t] for t in forced[i:])
+                for other in mask:
+                    spelled = info.tokens[other]
+                    assert ahead.startswith(spelled) or spelled.startswith(ahead)
             matcher.advance(token)
             taken.append(token)
     assert matcher.is_terminated
@@ -122,18 +126,23 @@ def test_jump_forward_ends_where_single_steps_end(
 ) -> None:
     grammar = compiler.compile(_OBJECT)
     rng = random.Random(5)
+    jumped = 0
     for _ in range(10):
         tokens = walk(grammar.matcher(), info, rng)
         assert tokens is not None
-        jumping, at = grammar.matcher(), 0
-        while not jumping.is_terminated:
-            forced = jumping.forced_tokens() if tokens[at] not in info.eos_ids else ()
-            assert list(forced) == tokens[at : at + len(forced)]
-            step = forced or (tokens[at],)
-            for token in step:
-                jumping.advance(token)
-            at += len(step)
-        assert at == len(tokens)
+        text = text_of(tokens, info).encode()
+        matcher, at = grammar.matcher(), 0
+        while at < len(text):
+            forced = matcher.forced_tokens()
+            spelled = b"".join(info.tokens[t] for t in forced) or text[at : at + 1]
+            assert text.startswith(spelled, at)
+            for token in forced or spelled:
+                matcher.advance(token)
+            at += len(spelled)
+            jumped += len(forced) > 0
+        assert matcher.is_complete
+        assert matcher.forced_tokens() == (EOS,)
+    assert jumped >= 10
 
 
 def test_nothing_is_forced_where_there_is_a_choice(compiler: GrammarCompiler) -> None:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 CONTENDED = 1_000_000
 """Other threads keep the GIL busy when getting it back takes longer than this (ns)."""
+LET_GO = 200_000
+"""How long (ns) the GIL has to be free for another thread to take it."""
 SEEN_AT_ONCE = 3_000
 """A spin that sees its word this soon (ns) came too late to say when it was written."""
 
@@ -175,12 +177,14 @@ def _block(point: CudaCompletion, spin_from: int, limit: int) -> None:
     native, word, clock = device.reactor.native, stream.word, device.clock
     assert native is not None
     began, seen, hold_spin = time.perf_counter_ns(), None, device.policy.hold_spin
-    if clock.contention_ns > CONTENDED:
+    if hold_spin and clock.contention_ns > CONTENDED:
         # Getting the GIL back takes a while: ask for it that much earlier, and then keep it.
-        early = spin_from - clock.contention_ns
+        # Not at once, though: a thread that waits for it needs a moment to notice that it is free,
+        # and would otherwise take it just when the device is done.
+        early = max(spin_from - clock.contention_ns, began + LET_GO)
         seen = native.wait_flag(word, point.sequence, early, early)
         now = time.perf_counter_ns()
-        clock.regained(now - (seen or max(early, began)))
+        clock.regained(now - (seen or early))
         if seen is None and spin_from - now < hold_spin:
             began = now
             seen = native.wait_flag(word, point.sequence, 0, min(limit, now + hold_spin), True)

@@ -38,7 +38,7 @@ class WaitPolicy:
         margin_least, margin_share: spin from max(least, share of the expected time) before the end.
         overtime_least, overtime_share: spin on for max(...) after the predicted end, then sleep.
         hold_spin: the longest that a wait spins with the GIL held, after it has asked for the GIL
-            early because other threads keep it busy.
+            early because other threads keep it busy; 0: never ask early.
     """
 
     spin_whole: int = 1_300 * MICROSECOND

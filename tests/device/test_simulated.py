@@ -1,0 +1,259 @@
+"""What only the CUDA device has, against the driver library that plays a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aengine.device import CudaDevice, WaitPolicy
+from aengine.device.driver import Driver
+from aengine.device.native import load_native
+from aengine.errors import ConfigError, DeviceError, DeviceLostError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.device.conftest import Simulated
+
+pytestmark = pytest.mark.skipif(load_native() is None, reason="the extension is not built")
+
+
+@pytest.fixture(params=["native", "python"])
+def device(
+    request: pytest.FixtureRequest, fake_driver: Driver, simulated: Simulated
+) -> Iterator[CudaDevice]:
+    made = _device(fake_driver, native="auto" if request.param == "native" else None)
+    yield made
+    made.close()
+
+
+def _device(driver: Driver, **options: Any) -> CudaDevice:
+    return CudaDevice(driver=driver, guard=lambda _: contextlib.nullcontext(), **options)
+
+
+async def test_a_lost_device_fails_everything_and_names_the_steps(
+    device: CudaDevice, simulated: Simulated
+) -> None:
+    forward, copy = device.stream("forward"), device.stream("copy")
+    device.mark_step(41)
+    before = forward.launch(simulated.kernel, forward, 0.01)
+    device.mark_step(42)
+    hit = forward.launch(lambda: (simulated.kernel(forward, 0.02), simulated.fault(forward)))
+    device.mark_step(43)
+    after = copy.launch(lambda *_: 0, hit)
+    tasks = [asyncio.create_task(_outcome(future)) for future in (before, hit, after)]
+    assert await tasks[0] is None
+    for task, step in zip(tasks[1:], (42, 43), strict=True):
+        error = await task
+        assert isinstance(error, DeviceLostError)
+        assert error.step_id == step
+        assert f"step {step}" in str(error)
+    device.mark_step(44)
+    late = forward.launch(lambda: pytest.fail("ran on a lost device"))
+    assert isinstance(late.exception_nowait(), DeviceLostError)
+    assert isinstance(await _outcome(forward.record()), DeviceLostError)
+    with pytest.raises(DeviceLostError):
+        device.stream("more")
+    assert device.statistics()["pending"] == 0
+
+
+async def test_waiters_of_other_threads_hear_of_the_loss(
+    device: CudaDevice, simulated: Simulated
+) -> None:
+    stream = device.stream("forward")
+    future = stream.launch(lambda: (simulated.kernel(stream, 0.05), simulated.fault(stream)))
+    heard = await asyncio.gather(
+        asyncio.to_thread(lambda: asyncio.run(_outcome(future))),
+        asyncio.to_thread(lambda: (future.completion.wait_sync(), future.completion.error())[1]),
+        _outcome(future),
+    )
+    assert all(isinstance(error, DeviceLostError) for error in heard)
+
+
+async def test_a_wrong_prediction_is_harmless(fake_driver: Driver, simulated: Simulated) -> None:
+    device = _device(fake_driver)
+    stream = device.stream("forward")
+    for _ in range(4):
+        stream.pace.learn("Simulated.kernel", 60_000_000_000)  # a minute
+    await stream.launch(simulated.kernel, stream, 0.005)  # the suite's timeout is the assertion
+    for _ in range(8):
+        stream.pace.learn("Simulated.kernel", 1000)
+    device.adopt_loop()
+    await stream.launch(simulated.kernel, stream, 0.02)
+    assert stream.pace.expect("Simulated.kernel") == 1000
+    device.close()
+
+
+async def test_work_that_repeats_is_spun_for(fake_driver: Driver, simulated: Simulated) -> None:
+    device = _device(fake_driver)
+    device.adopt_loop()
+    stream = device.stream("forward")
+    for _ in range(20):
+        await stream.launch(simulated.kernel, stream, 0.002)
+    expected = stream.pace.expect("Simulated.kernel")
+    assert expected is not None
+    assert 1_900_000 < expected < 20_000_000
+    assert device.statistics()["waits_spun"] >= 10
+    device.close()
+
+
+async def test_launch_lists(fake_driver: Driver, simulated: Simulated) -> None:
+    device = _device(fake_driver)
+    stream = device.stream("forward")
+    source, target = ctypes.create_string_buffer(b"tokens"), ctypes.create_string_buffer(6)
+    prepared = stream.prepare(
+        [
+            (simulated.kernel_address(), (stream.handle, 1_000_000)),
+            (
+                "cuMemcpyDtoHAsync_v2",
+                (ctypes.addressof(target), ctypes.addressof(source), 6, stream.handle),
+            ),
+        ]
+    )
+    thing = {1}.__class__("held")
+    held = weakref.ref(thing)
+    points = [prepared.launch(thing) for _ in range(5)]
+    del thing
+    gc.collect()
+    assert held() is not None
+    await points[0]
+    assert target.raw == b"tokens"
+    await points[4]
+    gc.collect()
+    assert held() is None
+    assert [point.sequence for point in points] == [1, 2, 3, 4, 5]
+    with pytest.raises(DeviceError, match="cuNoSuchThing"):
+        stream.prepare([("cuNoSuchThing", ())])
+    device.close()
+
+
+async def test_launch_lists_need_the_extension(fake_driver: Driver) -> None:
+    device = _device(fake_driver, native=None)
+    with pytest.raises(DeviceError, match="extension"):
+        device.stream("forward").prepare([])
+    device.close()
+
+
+async def test_streams_are_distinct_and_wrapped_ones_are_not_ours_to_destroy(
+    fake_driver: Driver,
+) -> None:
+    device = _device(fake_driver)
+    streams = [device.stream("s") for _ in range(8)]
+    assert len({stream.handle for stream in streams}) == 8
+    with pytest.raises(ConfigError):
+        device.wrap_stream("again", streams[0].handle)
+    handle = fake_driver.make("stream_create", 1, 0)
+    wrapped = device.wrap_stream("theirs", handle)
+    await wrapped.record()
+    device.close()
+    assert fake_driver.calls["stream_query"](handle) == 0
+    fake_driver.do("stream_destroy", handle)
+
+
+def test_there_is_a_limit_and_an_index(fake_driver: Driver) -> None:
+    with pytest.raises(DeviceError, match="INVALID_DEVICE"):
+        _device(fake_driver, index=1)
+    with pytest.raises(DeviceError, match="no CUDA driver"):
+        Driver("libno-such-driver.so")
+
+
+async def test_an_edge_to_another_device_is_refused_while_open(
+    device: CudaDevice, fake_driver: Driver, simulated: Simulated
+) -> None:
+    other = _device(fake_driver)
+    theirs, ours = other.stream("theirs"), device.stream("ours")
+    future = theirs.launch(simulated.kernel, theirs, 0.02)
+    with pytest.raises(DeviceError, match="another device"):
+        ours.wait(future.completion)
+    failed = ours.launch(lambda x: x, future)
+    assert isinstance(failed.exception_nowait(), DeviceError)
+    await future
+    ours.wait(future.completion)
+    assert await ours.launch(lambda x: x, future) == 0
+    await asyncio.to_thread(other.close)
+
+
+async def test_close_gives_up_on_work_that_hangs(fake_driver: Driver, simulated: Simulated) -> None:
+    device = _device(fake_driver, close_timeout=0.05)
+    stream = device.stream("forward")
+    future = stream.launch(simulated.kernel, stream, 0.5)
+    await asyncio.to_thread(device.close)
+    assert "closed" in str(future.exception_nowait())
+    while fake_driver.calls["stream_query"](stream.handle):  # noqa: ASYNC110  (a driver poll)
+        await asyncio.sleep(0.02)
+
+
+async def test_a_polite_wait_leaves_the_loop_alone(
+    fake_driver: Driver, simulated: Simulated
+) -> None:
+    device = _device(fake_driver)
+    stream = device.stream("forward")
+    for _ in range(5):
+        await stream.launch(simulated.kernel, stream, 0.01)
+    worst = 0.0
+
+    async def tick() -> None:
+        nonlocal worst
+        while True:
+            before = time.thread_time()
+            await asyncio.sleep(0)
+            # CPU time, not wall time: the machine may be busy, this thread must not be.
+            worst = max(worst, time.thread_time() - before)
+
+    ticker = asyncio.create_task(tick())
+    for _ in range(10):
+        await stream.launch(simulated.kernel, stream, 0.01)
+    ticker.cancel()
+    assert worst < 0.02
+    device.close()
+
+
+async def test_bookkeeping_does_not_grow(device: CudaDevice, simulated: Simulated) -> None:
+    stream = device.stream("forward")
+    for _ in range(30):
+        points = [stream.record() for _ in range(20)]
+        tasks = [asyncio.create_task(_outcome(point)) for point in points]
+        await asyncio.sleep(0)
+        for task in tasks[::2]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    (port,) = device.reactor.ports()
+    assert not stream.pending
+    assert not port._posted
+    assert len(port._by_ticket) <= 2
+    assert len(port._lanes.get(stream, [])) <= 3
+
+
+async def test_a_device_that_is_dropped_unclosed_ends_its_watchdog(fake_driver: Driver) -> None:
+    device = _device(fake_driver)
+    thread = device._watchdog._thread
+    del device
+    gc.collect()
+    await asyncio.to_thread(thread.join, 5)
+    assert not thread.is_alive()
+
+
+def test_no_thread_outlives_close(fake_driver: Driver) -> None:
+    before = set(threading.enumerate())
+    for native in ("auto", None):
+        device = _device(fake_driver, native=native, policy=WaitPolicy())
+        stream = device.stream("s")
+        stream.record()
+        device.close()
+    assert set(threading.enumerate()) <= before
+
+
+async def _outcome(awaitable: Any) -> BaseException | None:
+    try:
+        await awaitable
+    except DeviceError as error:
+        return error
+    return None

@@ -112,6 +112,9 @@ class EngineService:
     def _build(self, parts: EngineParts, loop: asyncio.AbstractEventLoop) -> None:
         assert self._inbox is not None
         inbox = self._inbox
+        if self.config.loop == "own":
+            # On a loop that serves nobody else a wait may spin for a moment, without the GIL.
+            parts.device.adopt_loop()
         delayed = self._delayed = DelayedSampling(parts, lambda: _wake(inbox))
         self._core = EngineCore(parts, inbox, Outbox(loop), delayed, self.clock)
         self._steps = StepLoop(

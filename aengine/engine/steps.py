@@ -6,6 +6,8 @@ Forward N+1 is launched before the tokens of N reach the host (law 2). There is 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -84,12 +86,13 @@ class StepLoop:
             if plan is not None:
                 await self._step(plan)
             elif self._steps:
-                await self._settle_oldest()
+                await self._step_or_message()
             else:
                 await self._inbox.wait(self._patience())
 
     async def _step(self, plan: StepPlan) -> None:
         stream = self._parts.forward_stream
+        self._parts.device.mark_step(plan.step_id)
         self._core.launched(init.request.seq_id for init in plan.slot_inits)
         self.steps_launched += 1
         if not plan.constrained:
@@ -102,6 +105,21 @@ class StepLoop:
             output = await self._delayed.sample(plan, begun)
         self._steps.append(LaunchedStep(plan, output))
         while len(self._steps) >= self._depth:
+            await self._settle_oldest()
+
+    async def _step_or_message(self) -> None:
+        """Nothing to launch yet: go on when the oldest step is done, or when somebody speaks."""
+        oldest = self._steps[0].output
+        loop = asyncio.get_running_loop()
+        waits = [
+            loop.create_task(_reached(oldest)),
+            loop.create_task(self._inbox.wait(self._patience())),
+        ]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()  # abandons the wait, not the work
+        await asyncio.wait(waits)
+        if oldest.done():
             await self._settle_oldest()
 
     async def _settle_oldest(self) -> None:
@@ -157,6 +175,12 @@ class StepLoop:
         """Seconds until the next thing that happens without a message."""
         times = [t for t in (self._scheduler.next_deadline(), self._close_at) if t is not None]
         return min(times) - self._clock() if times else None
+
+
+async def _reached(output: DeviceFuture[StepOutput]) -> None:
+    """Return when the step is done, well or not: settling it tells which."""
+    with contextlib.suppress(Exception):
+        await output
 
 
 def failed(plan: StepPlan, error: Exception) -> StepResult:

@@ -19,6 +19,7 @@ from urllib.parse import unquote
 from aengine.errors import GrammarError
 from aengine.grammar import keywords as kw
 from aengine.grammar.patterns import pattern_problem
+from aengine.grammar.schema_place import QUOTED, Place, leads_to_schema
 
 if TYPE_CHECKING:
     from aengine.grammar.limits import GrammarLimits
@@ -57,14 +58,14 @@ def check_schema(text: str, limits: GrammarLimits) -> CheckedSchema:
     except (ValueError, RecursionError) as error:
         raise _error(f"the schema is not valid JSON: {error}", text) from error
     walk = _Walk(spec=text)
-    cleaned = walk.schema(schema, "#")
-    walk.check_references()
+    cleaned = walk.schema(schema, Place())
+    walk.check_references(schema)
     if cleaned is False:
         raise _error("the schema is false: no document validates", text)
     cleaned_text = json.dumps({} if cleaned is True else cleaned, ensure_ascii=False)
     return CheckedSchema(
         text=cleaned_text,
-        weakenings=tuple(walk.weakenings),
+        weakenings=walk.weakenings(),
         heavy=walk.heavy or len(cleaned_text) > _LIGHT_BYTES,
     )
 
@@ -116,19 +117,17 @@ def _depth(text: str) -> int:
 @dataclass(slots=True)
 class _Walk:
     spec: str
-    weakenings: list[str] = field(default_factory=list)
-    places: set[str] = field(default_factory=set)
+    informal: dict[str, tuple[Place, int]] = field(default_factory=dict)
     anchors: set[str] = field(default_factory=set)
-    references: list[tuple[str, str]] = field(default_factory=list)
+    references: list[tuple[str, Place]] = field(default_factory=list)
     merges: int = 0
     heavy: bool = False
 
-    def fail(self, place: str, message: str) -> NoReturn:
-        raise _error(f"{message} (at {place})", self.spec)
+    def fail(self, place: Place, message: str) -> NoReturn:
+        raise _error(f"{message} (at {place.pointer()})", self.spec)
 
-    def schema(self, node: Any, place: str) -> Any:
+    def schema(self, node: Any, place: Place) -> Any:
         """The cleaned form of one schema."""
-        self.places.add(place)
         if isinstance(node, bool):
             return node
         if not isinstance(node, dict):
@@ -136,23 +135,23 @@ class _Walk:
         cleaned: dict[str, Any] = {}
         for word, value in node.items():
             if word in kw.ENFORCED:
-                kept = self.keyword(word, value, f"{place}/{_escape(word)}")
+                kept = self.keyword(word, value, place.below(word))
                 if kept is not None:
                     cleaned[word] = kept
             else:
                 self.other_word(word, value, place)
-        if place == "#" and isinstance(node.get("x-guidance"), dict):
+        if place.parent is None and isinstance(node.get("x-guidance"), dict):
             cleaned["x-guidance"] = node["x-guidance"]
         self.combinations(cleaned, place)
         return cleaned
 
-    def other_word(self, word: str, value: Any, place: str) -> None:
+    def other_word(self, word: str, value: Any, place: Place) -> None:
         """A word that the grammar does not carry: allowed only when it asserts nothing."""
         if word in kw.ANNOTATIONS:
             return
         if word == "x-guidance":
             options = value if isinstance(value, dict) else {"": None}
-            if place != "#" or any(
+            if place.parent is not None or any(
                 k != "whitespace_flexible" or not isinstance(v, bool) for k, v in options.items()
             ):
                 self.fail(place, "x-guidance may only set whitespace_flexible, at the top")
@@ -164,18 +163,18 @@ class _Walk:
         if word in kw.UNSUPPORTED:
             self.fail(place, f"{word!r} is not supported: {kw.UNSUPPORTED[word]}")
         known = [*kw.ENFORCED, *kw.ANNOTATIONS, *kw.UNSUPPORTED]
-        near = difflib.get_close_matches(word, known, n=1)
+        near = difflib.get_close_matches(word[:QUOTED], known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "; name your own words x-..."
-        self.fail(place, f"{word!r} is not a JSON Schema keyword{hint}")
+        self.fail(place, f"{word[:QUOTED]!r} is not a JSON Schema keyword{hint}")
 
-    def keyword(self, word: str, value: Any, place: str) -> Any:
+    def keyword(self, word: str, value: Any, place: Place) -> Any:
         """The cleaned value of an enforced keyword; None leaves it out."""
         if word in kw.SCHEMA_MAP:
             return self.mapping(word, value, place)
         if word in kw.SCHEMA_LIST or (word == "items" and isinstance(value, list)):
             if not isinstance(value, list):
                 self.fail(place, f"{word} must be a list of schemas, not {_kind(value)}")
-            return [self.schema(item, f"{place}/{i}") for i, item in enumerate(value)]
+            return [self.schema(item, place.below(str(i))) for i, item in enumerate(value)]
         if word in kw.SCHEMA:
             return self.schema(value, place)
         if word in kw.INSTANCE:
@@ -192,13 +191,13 @@ class _Walk:
             self.references.append((value, place))
         elif word == "$anchor":
             self.anchors.add(f"#{value}")
-        elif word in ("$id", "id") and place.count("/") > 1:
+        elif word in ("$id", "id") and place.depth > 1:
             if not str(value).startswith("#"):
                 self.fail(place, f"{word} is only supported at the top of the schema")
             return None
         return value
 
-    def mapping(self, word: str, value: Any, place: str) -> dict[str, Any]:
+    def mapping(self, word: str, value: Any, place: Place) -> dict[str, Any]:
         if not isinstance(value, dict):
             self.fail(place, f"{word} must map names to schemas, not {_kind(value)}")
         if word == "patternProperties":
@@ -207,23 +206,24 @@ class _Walk:
             self.merges += len(value)
         if len(value) > _LIGHT_PROPERTIES:
             self.heavy = True
-        return {name: self.schema(item, f"{place}/{_escape(name)}") for name, item in value.items()}
+        return {name: self.schema(item, place.below(name)) for name, item in value.items()}
 
-    def pattern(self, value: Any, place: str) -> None:
+    def pattern(self, value: Any, place: Place) -> None:
         if isinstance(value, str):
             problem = pattern_problem(value)
             if problem:
-                self.fail(place, f"pattern {value!r}: {problem}")
+                self.fail(place, f"pattern {value[:QUOTED]!r}: {problem}")
 
-    def format(self, value: Any, place: str) -> Any:
-        if value in kw.FORMATS:
+    def format(self, value: Any, place: Place) -> Any:
+        if isinstance(value, str) and value in kw.FORMATS:
             return value
-        if value in kw.INFORMAL_FORMATS:
-            self.weakenings.append(f"format {value!r} is not enforced (at {place})")
+        if isinstance(value, str) and value in kw.INFORMAL_FORMATS:
+            first, count = self.informal.get(value, (place, 0))
+            self.informal[value] = first, count + 1
             return None
-        self.fail(place, f"format {value!r} cannot be enforced")
+        self.fail(place, f"format {str(value)[:QUOTED]!r} cannot be enforced")
 
-    def instance(self, value: Any, place: str) -> Any:
+    def instance(self, value: Any, place: Place) -> Any:
         """A `const` or `enum` value, with its numbers checked."""
         if isinstance(value, list):
             return [self.instance(item, place) for item in value]
@@ -233,7 +233,7 @@ class _Walk:
             return self.number(value, place)
         return value
 
-    def number(self, value: Any, place: str) -> Any:
+    def number(self, value: Any, place: Place) -> Any:
         """The number as the library will read it: exactly, or not at all."""
         if isinstance(value, Decimal):
             near = float(value)
@@ -244,7 +244,7 @@ class _Walk:
             self.fail(place, f"{value} is beyond 2**53, where a double is no longer exact")
         return value
 
-    def combinations(self, node: dict[str, Any], place: str) -> None:
+    def combinations(self, node: dict[str, Any], place: Place) -> None:
         """Rules over several keywords of one schema, and what they may cost to compile."""
         items = node.get("items")
         if "additionalItems" in node and not isinstance(items, list):
@@ -273,15 +273,20 @@ class _Walk:
         if self.merges > _LIGHT_MERGES or ("allOf" in node and '"pattern"' in self.spec):
             self.heavy = True
 
-    def check_references(self) -> None:
+    def weakenings(self) -> tuple[str, ...]:
+        """A sentence for each format that is not enforced, with the first place it stands at."""
+        return tuple(
+            f"format {name!r} is not enforced (at {place.pointer()}"
+            + (f" and {count - 1} more places)" if count > 1 else ")")
+            for name, (place, count) in self.informal.items()
+        )
+
+    def check_references(self, root: Any) -> None:
         """A reference must lead to a place that was walked as a schema."""
         for target, place in self.references:
-            if unquote(target) not in self.places and target not in self.anchors:
-                self.fail(place, f"$ref {target!r} does not lead to a schema of this document")
-
-
-def _escape(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
+            if target not in self.anchors and not leads_to_schema(root, unquote(target)):
+                shown = target[:QUOTED]
+                self.fail(place, f"$ref {shown!r} does not lead to a schema of this document")
 
 
 def _kind(value: Any) -> str:

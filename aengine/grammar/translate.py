@@ -38,6 +38,8 @@ _DIRECTIVE = '\n%llguidance {"no_forcing": true}\n'
 
 _LIGHT_GRAMMAR = 8 * 1024
 _LIGHT_REGEX = 2 * 1024
+_MOST_TAGS = 256
+_LONGEST_TAG = 1000
 
 _LARK_PARTS = re.compile(
     r'"(?:\\.|[^"\\\n])*"'  # strings, regexes and comments are passed over
@@ -196,10 +198,14 @@ def _structural_tags(spec: str, tokenizer: TokenizerInfo, limits: GrammarLimits)
     never contains special tokens.
     """
     tags = json.loads(spec)
+    if len(tags) > _MOST_TAGS:
+        raise _error(f"{len(tags)} structural tags are more than {_MOST_TAGS}", spec)
     for i, tag in enumerate(tags):
         for part in ("begin", "end"):
             if not isinstance(tag[part], str):
                 raise _error(f"tag {i}: {part} must be a string", spec)
+            if len(tag[part]) > _LONGEST_TAG:
+                raise _error(f"tag {i}: {part} is longer than {_LONGEST_TAG} characters", spec)
         if not tag["begin"]:
             raise _error(f"tag {i}: begin must not be empty", spec)
         hidden = [j for j, other in enumerate(tags) if j != i and tag["begin"] in other["begin"]]
@@ -226,8 +232,12 @@ def _structural_tags(spec: str, tokenizer: TokenizerInfo, limits: GrammarLimits)
             raise _error(f"tag {i}: a special token must be at the front of begin", spec)
         else:
             rules.append(f"tag_{i}: TEXT {_spelled(tag['begin'], tokenizer)} {body}")
+    text = "\n".join(rules)
     return GrammarSource(
-        text="\n".join(rules) + _DIRECTIVE, spec=spec, weakenings=tuple(weakenings), heavy=heavy
+        text=text + _DIRECTIVE,
+        spec=spec,
+        weakenings=tuple(weakenings),
+        heavy=heavy or len(text) > _LIGHT_GRAMMAR,
     )
 
 

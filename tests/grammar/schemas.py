@@ -185,6 +185,9 @@ ENFORCED: dict[str, Enforced] = {
     "ref with a sibling": Enforced(
         {"$defs": {"n": _INT}, "$ref": "#/$defs/n", "minimum": 5}, ("5",), ("4",)
     ),
+    "ref into a list": Enforced(
+        {"anyOf": [_INT, {"type": "array", "items": {"$ref": "#/anyOf/0"}}]}, ("[1]",), ('["x"]',)
+    ),
     "anchor": Enforced({"$defs": {"n": {"$anchor": "n", **_INT}}, "$ref": "#n"}, ("1",), ('"x"',)),
     "recursion": Enforced(
         _object({"v": _INT, "next": {"$ref": "#"}}, required=["v"], additionalProperties=False),
@@ -260,6 +263,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "remote ref": ({"$ref": "http://example.com/x"}, "example.com"),
     "ref into data": ({"enum": [{"colour": 1}], "$defs": {"a": {"$ref": "#/enum/0"}}}, "#/enum/0"),
     "ref into an annotation": ({"default": {"colour": 1}, "$ref": "#/default"}, "#/default"),
+    "ref beyond a list": ({"anyOf": [_INT], "items": {"$ref": "#/anyOf/00000000009"}}, "#/anyOf/"),
+    "ref to a keyword": ({"properties": {"a": _INT}, "items": {"$ref": "#/properties"}}, "#/prop"),
     "endless ref": ({"$ref": "#"}, "nothing matches"),
     "contradictory bounds": ({**_INT, "minimum": 3, "maximum": 2}, "Unsatisfiable"),
     "contradictory types": ({"$defs": {"n": _INT}, "$ref": "#/$defs/n", **_STR}, "Unsatisfiable"),

@@ -79,6 +79,23 @@ def test_a_weakening_is_listed_and_logged(
     assert "int32" in caplog.text
 
 
+def test_the_same_weakening_many_times_is_one_sentence(
+    compiler: GrammarCompiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    number = {"type": "integer", "format": "int32"}
+    grammar = compiler.compile(StructuredOutput.json({"prefixItems": [number] * 30}))
+    assert len(grammar.weakenings) == len(caplog.records) == 1
+    assert "and 29 more places" in grammar.weakenings[0]
+
+
+def test_long_names_cost_once(compiler: GrammarCompiler) -> None:
+    """A name of 100 KB above 20,000 schemas would be gigabytes if each place spelled its path."""
+    schema = {"properties": {"n" * 100_000: {"anyOf": [{}] * 20_000 + [{"oops": 1}]}}}
+    with pytest.raises(GrammarError, match="'oops'") as raised:
+        compiler.prepare(StructuredOutput.json(schema))
+    assert len(str(raised.value)) < 500
+
+
 def test_numbers_that_are_no_json_are_refused(compiler: GrammarCompiler) -> None:
     for spec in ('{"const": NaN}', '{"maximum": Infinity}', '{"const": 0.12345678901234567890}'):
         with pytest.raises(GrammarError):

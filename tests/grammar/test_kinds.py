@@ -244,6 +244,8 @@ def test_structural_tag_of_special_tokens(compiler: GrammarCompiler, info: Token
             ],
             "could never begin",
         ),
+        ([{"begin": "a" * 1001, "schema": {}, "end": ""}], "longer than 1000"),
+        ([{"begin": f"<{i}>", "schema": {}, "end": ""} for i in range(257)], "more than 256"),
         ([{"begin": "a<call>", "schema": {}, "end": ""}], "must be at the front"),
     ],
 )

@@ -54,6 +54,17 @@ class SlotInit:
     output_token_ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForcedTokens:
+    """Output tokens that were appended, not sampled: the grammar allowed nothing else.
+
+    The sampler has not seen them: it counts them before the row's next sample.
+    """
+
+    slot: int
+    token_ids: tuple[int, ...]
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class StepPlan:
     """One step: R rows, decode rows first, each a run of consecutive tokens of one sequence.
@@ -61,6 +72,9 @@ class StepPlan:
     Rows `0 .. num_decode-1` compute one token each whose id is in the FutureMap at the row's slot:
     the host may not know it yet. Rows from `num_decode` on compute host-known tokens (a chunk of a
     prompt, or a preempted sequence coming back), laid end to end in `prefill_token_ids`.
+
+    A row may read blocks that a row before it writes in this same step (two prompts that share a
+    beginning): in each layer the keys and values of all rows are written before any row attends.
 
     Shapes: `slots`, `starts`, `lengths`, `num_blocks` are [R] int32; `block_tables` is [R, widest]
     int32, row i valid up to `num_blocks[i]`, 0 beyond; `samples` is [R] bool; `seq_ids` is [R].
@@ -81,6 +95,8 @@ class StepPlan:
     """Rows (indices into the plan) that sample and whose sample waits for a grammar mask."""
     prompt_logprob_rows: Sequence[int] = ()
     """Prefill rows whose every position wants log-probabilities."""
+    forced: Sequence[ForcedTokens] = ()
+    """Tokens appended to running rows since the step before."""
     partition: SmPartition | None = None
 
     @property
@@ -108,6 +124,8 @@ class StepResult:
 
     `token_ids[j]` belongs to the j-th sampling row of the plan (`samples` in row order).
     `logprobs` and `prompt_logprobs` are keyed by plan row; `errors` holds rows that failed alone.
+    `prompt_logprobs[row]` is about the prompt tokens at `start + 1 .. start + length` of that row,
+    as far as the prompt goes: each position's logits speak of the token after it.
     """
 
     step_id: int

@@ -1,0 +1,143 @@
+"""From decisions to a `StepPlan`: copies of the running sequences' numbers for one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aengine.batch import ForcedTokens, SlotInit, StepPlan
+from aengine.request import RequestState
+
+if TYPE_CHECKING:
+    from aengine.batch import IntArray
+    from aengine.policy.prefix_cache import Node
+    from aengine.policy.row_table import RowTable
+    from aengine.policy.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of host-known tokens of one sequence, to be computed in one step."""
+
+    sequence: Sequence
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+    @property
+    def samples(self) -> bool:
+        """Whether it reaches the end of what is known, so that the next token can be sampled."""
+        return self.stop == self.sequence.num_known
+
+
+@dataclass(slots=True, eq=False)
+class Draft:
+    """What a step will do, while it is being decided."""
+
+    step_id: int
+    decode_slots: IntArray
+    chunks: list[Chunk] = field(default_factory=list)
+    slot_inits: list[SlotInit] = field(default_factory=list)
+    inserted: dict[int, Node] = field(default_factory=dict)
+    """Chunk index -> the first cache node whose block this step writes."""
+
+
+@dataclass(slots=True, eq=False)
+class LaunchedStep:
+    """What is remembered of a plan until its result comes."""
+
+    plan: StepPlan
+    sequences: list[Sequence]
+    """By row."""
+    chunks: list[Chunk]
+    inserted: dict[int, Node]
+    """Row -> the first cache node whose block this step writes."""
+    filled: list[int]
+    """Decode rows whose token fills a block."""
+
+    def is_stale(self, sequence: Sequence) -> bool:
+        """Whether a sequence ended, or left its slot, since this step was launched."""
+        running = sequence.state is RequestState.RUNNING
+        return not running or sequence.since > self.plan.step_id
+
+
+def launch(draft: Draft, rows: RowTable, *, block_size: int, track_filled: bool) -> LaunchedStep:
+    """Make the plan and count it in `rows` as launched.
+
+    Args:
+        draft: at least one row.
+        rows: the running sequences.
+        block_size: tokens per block.
+        track_filled: whether the caller wants to know which rows fill a block.
+    """
+    decode, chunks = draft.decode_slots, draft.chunks
+    num_decode = len(decode)
+    slots = decode
+    if chunks:
+        chunk_slots = np.array([chunk.sequence.slot for chunk in chunks], dtype=np.int32)
+        slots = np.concatenate([decode, chunk_slots])
+    starts = rows.computed[slots]
+    lengths = np.ones(len(slots), dtype=np.int32)
+    samples = np.ones(len(slots), dtype=np.bool_)
+    if chunks:
+        lengths[num_decode:] = [chunk.length for chunk in chunks]
+        samples[num_decode:] = [chunk.samples for chunk in chunks]
+    num_blocks = rows.capacity[slots] // block_size
+    plan = StepPlan(
+        step_id=draft.step_id,
+        num_decode=num_decode,
+        seq_ids=rows.seq_ids[slots].tolist(),
+        slots=slots,
+        starts=starts,
+        lengths=lengths,
+        prefill_token_ids=_tokens(chunks),
+        block_tables=rows.tables_of(slots, int(num_blocks.max())),
+        num_blocks=num_blocks,
+        samples=samples,
+        slot_inits=draft.slot_inits,
+        constrained=_constrained(rows, slots, samples),
+        prompt_logprob_rows=[
+            num_decode + index
+            for index, chunk in enumerate(chunks)
+            if chunk.sequence.wants_prompt_logprobs and chunk.start + 1 < chunk.sequence.num_prompt
+        ],
+        forced=[_forced(chunk.sequence) for chunk in chunks if chunk.sequence.forced],
+    )
+    after = starts + lengths
+    rows.computed[slots] = after
+    rows.known[slots] += samples
+    rows.pending[slots] += 1
+    rows.last_step[slots] = draft.step_id
+    by_slot = rows.sequences
+    sequences = [by_slot[slot] for slot in slots.tolist()]
+    filled = np.flatnonzero(after[:num_decode] % block_size == 0) if track_filled else ()
+    return LaunchedStep(
+        plan=plan,
+        sequences=[sequence for sequence in sequences if sequence is not None],
+        chunks=chunks,
+        inserted={num_decode + index: node for index, node in draft.inserted.items()},
+        filled=list(map(int, filled)),
+    )
+
+
+def _tokens(chunks: list[Chunk]) -> IntArray:
+    tokens = chain.from_iterable(c.sequence.tokens(c.start, c.stop) for c in chunks)
+    return np.fromiter(tokens, dtype=np.int32, count=sum(c.length for c in chunks))
+
+
+def _constrained(rows: RowTable, slots: IntArray, samples: np.ndarray) -> list[int]:
+    if not rows.num_constrained:
+        return []
+    found: list[int] = np.flatnonzero(rows.constrained[slots] & samples).tolist()
+    return found
+
+
+def _forced(sequence: Sequence) -> ForcedTokens:
+    tokens, sequence.forced = tuple(sequence.forced), []
+    return ForcedTokens(slot=sequence.slot, token_ids=tokens)

@@ -1,0 +1,403 @@
+"""`Scheduler`: which tokens of which sequences the next step computes, and what a result means.
+
+Two calls make the loop: `schedule()` returns a plan, which counts as launched; `update()` takes the
+result of a plan. Several plans may be in flight, so the next one is made before the tokens of the
+one before are known: lengths are counted ahead, a sequence that ended by an end token may have one
+more row in flight whose token is dropped, and every block, slot and table of a launched step stays
+as it is until the step has settled.
+
+Memory: the most urgent running sequence always gets its next block, if need be from the least
+urgent (see `memory_pressure`), so the whole always makes progress.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aengine.batch import SlotInit
+from aengine.policy.admission import WaitingQueue
+from aengine.policy.kv_memory import KVMemory
+from aengine.policy.memory_pressure import MemoryPressure
+from aengine.policy.planning import Chunk, Draft, LaunchedStep, launch
+from aengine.policy.row_table import RowTable
+from aengine.policy.sequence import RowUpdate, Sequence
+from aengine.policy.settling import settle
+from aengine.request import FinishReason, RequestState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from aengine.batch import StepPlan, StepResult
+    from aengine.config import SchedulerConfig
+    from aengine.request import Request
+
+__all__ = ["RowUpdate", "Scheduler", "SchedulerStats"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """A snapshot. `free + cached + leased + used == total` blocks, always."""
+
+    running: int
+    waiting: int
+    steps_in_flight: int
+    preemptions: int
+    total_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    leased_blocks: int
+    used_blocks: int
+    cache_nodes: int
+    cache_queried_tokens: int
+    cache_hit_tokens: int
+
+
+class Scheduler:
+    """Decides steps. Pure: it never waits, reads no clock and touches no device.
+
+    Args:
+        config: bounds, block size, budget.
+        num_blocks: usable KV blocks, ids 1 .. num_blocks; block 0 is the padding block.
+        max_model_len: longest prompt plus output, tokens.
+    """
+
+    def __init__(self, config: SchedulerConfig, *, num_blocks: int, max_model_len: int) -> None:
+        self._config = config
+        self._memory = KVMemory(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            enable_prefix_cache=config.enable_prefix_cache,
+        )
+        self._queue = WaitingQueue(config, num_blocks=num_blocks, max_model_len=max_model_len)
+        widest = min(num_blocks, -(-max_model_len // config.block_size))
+        self._rows = RowTable(config.max_num_seqs, block_size=config.block_size, widest=widest)
+        self._pressure = MemoryPressure(self._memory, self._rows, self._preempt)
+        self._live: dict[int, Sequence] = {}
+        self._prefilling: list[Sequence] = []
+        self._in_flight: dict[int, LaunchedStep] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._next_step = 1
+        self._epoch = 0
+        self._preemptions = 0
+        self._blocked: tuple[int, int] | None = None
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> None:
+        """Begin to wait for a slot.
+
+        Raises:
+            ContextLengthError: the prompt leaves no room for output in the model's context.
+            InvalidRequestError: the prompt can never fit the KV pool; the message has the numbers.
+            EngineOverloadedError: the queue is full; `retry_after` says when to try again.
+            ValueError: the sequence id is in use.
+        """
+        if request.seq_id in self._live:
+            raise ValueError(f"sequence id {request.seq_id} is in use")
+        sequence = self._queue.accept(request, now)
+        self._live[request.seq_id] = sequence
+        self._queue.push(sequence)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.seq_id))
+
+    def finish(self, seq_id: int, reason: FinishReason) -> bool:
+        """End a sequence, in whatever phase it is. False: it has ended already.
+
+        What no launched step can touch is free at once, the rest when those steps have settled.
+        """
+        sequence = self._live.pop(seq_id, None)
+        if sequence is None:
+            return False
+        if sequence.state is RequestState.RUNNING:
+            self._vacate(sequence)
+        else:
+            self._queue.discard(sequence)
+        sequence.state = RequestState.FINISHED
+        sequence.finish_reason = reason
+        return True
+
+    def expire(self, now: float) -> list[int]:
+        """End every sequence whose deadline has passed; their ids, earliest deadline first."""
+        ended = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, seq_id = heapq.heappop(self._deadlines)
+            if self.finish(seq_id, FinishReason.DEADLINE):
+                ended.append(seq_id)
+        return ended
+
+    def next_deadline(self) -> float | None:
+        """The earliest deadline of a live sequence."""
+        while self._deadlines and self._deadlines[0][1] not in self._live:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def hold(self, seq_id: int) -> None:
+        """Keep a sequence out of the next steps, for example until its grammar mask is there."""
+        sequence = self._live.get(seq_id)
+        if sequence is not None:
+            sequence.held = True
+            if sequence.slot:
+                self._rows.decoding[sequence.slot] = False
+
+    def unhold(self, seq_id: int) -> None:
+        """Let a held sequence go on."""
+        sequence = self._live.get(seq_id)
+        if sequence is None or not sequence.held:
+            return
+        sequence.held = False
+        if sequence.state is not RequestState.RUNNING:
+            self._queue.unhold(sequence)
+        elif not sequence.parked and sequence not in self._prefilling:
+            self._rows.decoding[sequence.slot] = True
+
+    def append_forced(self, seq_id: int, token_ids: Seq[int]) -> bool:
+        """Append output tokens that need no sampling: the grammar leaves no choice.
+
+        They are computed like a piece of prompt, and the next token is sampled after them. False,
+        and nothing happens, while a step of this sequence is in flight, while it is not running, or
+        if they would leave no room for a sampled token.
+        """
+        sequence = self._live.get(seq_id)
+        if sequence is None or not sequence.slot or sequence.parked or not token_ids:
+            return False
+        slot = sequence.slot
+        settled = not self._rows.pending[slot] and sequence not in self._prefilling
+        if not settled or sequence.num_known + len(token_ids) >= sequence.limit:
+            return False
+        sequence.output += token_ids
+        sequence.forced += token_ids
+        self._rows.known[slot] = sequence.num_known
+        self._rows.decoding[slot] = False
+        self._add_prefilling(sequence)
+        return True
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step, which counts as launched. None: there is nothing to launch now."""
+        if len(self._in_flight) >= self._config.max_steps_in_flight:
+            return None
+        all_served = self._reserve_blocks()
+        rows = self._rows
+        going = rows.decoding & (rows.known < rows.limit) & (rows.computed < rows.capacity)
+        draft = Draft(self._next_step, np.flatnonzero(going).astype(np.int32))
+        budget = self._config.max_num_batched_tokens - len(draft.decode_slots)
+        budget = self._continue_prefills(draft, budget)
+        if all_served:
+            self._admit(draft, budget, now)
+        if not len(draft.decode_slots) and not draft.chunks:
+            return None
+        return self._launch(draft)
+
+    def _reserve_blocks(self) -> bool:
+        """Get every running sequence the blocks of its next tokens; whether all have them."""
+        rows = self._rows
+        short = rows.decoding & (rows.known < rows.limit) & (rows.computed >= rows.capacity)
+        needy = [rows.sequences[slot] for slot in np.flatnonzero(short).tolist()]
+        needy += [
+            sequence
+            for sequence in self._prefilling
+            if not sequence.held
+            and not sequence.parked
+            and rows.known[sequence.slot] > rows.capacity[sequence.slot]
+        ]
+        if not needy:
+            return True
+        return self._pressure.serve([sequence for sequence in needy if sequence is not None])
+
+    def _continue_prefills(self, draft: Draft, budget: int) -> int:
+        """Chunks of the sequences that have begun, most urgent first; the budget that is left."""
+        rows = self._rows
+        for sequence in tuple(self._prefilling):
+            if budget <= 0:
+                break
+            slot = sequence.slot
+            if sequence.held or sequence.parked or rows.known[slot] > rows.capacity[slot]:
+                continue
+            budget -= self._add_chunk(draft, sequence, budget)
+        return budget
+
+    def _admit(self, draft: Draft, budget: int, now: float) -> None:
+        """Give slots and blocks to waiting sequences, strictly in order of urgency."""
+        memory, rows = self._memory, self._rows
+        while budget > 0 and rows.num_free:
+            sequence = self._queue.peek()
+            if sequence is None:
+                return
+            attempt = (sequence.seq_id, memory.pool.returns)
+            if attempt == self._blocked:
+                return
+            if not memory.admit(sequence, spare=self._spare(sequence)):
+                self._blocked = attempt
+                return
+            self._queue.admit(sequence, now)
+            sequence.state = RequestState.RUNNING
+            sequence.since = draft.step_id
+            cached = memory.matched_tokens(sequence)
+            if not sequence.preemptions:
+                sequence.cached_tokens = cached
+            rows.take(sequence)
+            rows.write_blocks(sequence, 0)
+            rows.computed[sequence.slot] = cached
+            output = tuple(sequence.output)
+            draft.slot_inits.append(
+                SlotInit(slot=sequence.slot, request=sequence.request, output_token_ids=output)
+            )
+            self._add_prefilling(sequence)
+            budget -= self._add_chunk(draft, sequence, budget)
+
+    def _spare(self, sequence: Sequence) -> int:
+        """Blocks to leave for the growth of those that run already."""
+        if self.num_running == 0:
+            return 0
+        # One that was preempted comes back only if it can go on for more than a few tokens.
+        return self._memory.pool.num_blocks // 100 + (1 if sequence.preemptions else 0)
+
+    def _add_chunk(self, draft: Draft, sequence: Sequence, budget: int) -> int:
+        """Put the next tokens of a prefill into the step; how many."""
+        rows, slot = self._rows, sequence.slot
+        start = int(rows.computed[slot])
+        chunk = Chunk(sequence, start, min(budget, int(rows.known[slot]) - start))
+        node = self._memory.commit_launched(sequence, chunk.stop, draft.step_id)
+        if node is not None:
+            draft.inserted[len(draft.chunks)] = node
+        draft.chunks.append(chunk)
+        if chunk.samples:
+            self._prefilling.remove(sequence)
+            rows.decoding[slot] = True
+        return chunk.length
+
+    def _launch(self, draft: Draft) -> StepPlan:
+        launched = launch(
+            draft,
+            self._rows,
+            block_size=self._config.block_size,
+            track_filled=self._memory.cache.enabled,
+        )
+        self._next_step += 1
+        self._memory.pool.launch(draft.step_id)
+        self._in_flight[draft.step_id] = launched
+        return launched.plan
+
+    def update(self, result: StepResult, now: float) -> list[RowUpdate]:
+        """Settle the oldest launched step: what it means for each sequence that still lives.
+
+        Rows of sequences that ended or were preempted since the launch are dropped. The step's
+        leases end here: it must have completed on the device.
+
+        Raises:
+            ValueError: the result is not that of the oldest launched step.
+        """
+        oldest = next(iter(self._in_flight), None)
+        if result.step_id != oldest:
+            raise ValueError(f"result of step {result.step_id}; the oldest in flight is {oldest}")
+        launched = self._in_flight.pop(result.step_id)
+        self._memory.pool.complete(result.step_id)
+        self._rows.settle(launched.plan.slots)
+        if result.errors:
+            self._forget_unwritten(launched, result)
+        self._keep_computed(launched, result)
+        settled = settle(launched, result)
+        for sequence, reason in settled.ended:
+            self.finish(sequence.seq_id, reason)
+        self._pressure.preempt_settled()
+        return settled.updates
+
+    def _forget_unwritten(self, launched: LaunchedStep, result: StepResult) -> None:
+        """Rows failed: what they were to write is not there, and who shares it begins again."""
+        failed = [node for row, node in launched.inserted.items() if row in result.errors]
+        if not failed:
+            return
+        for node in failed:
+            self._memory.cache.fail(node)
+        errors = {launched.sequences[row].seq_id for row in result.errors}
+        for sequence in tuple(self._live.values()):
+            lost = sequence.node is not None and sequence.node.failed
+            if lost and sequence.seq_id not in errors:
+                self._preempt(sequence)
+
+    def _keep_computed(self, launched: LaunchedStep, result: StepResult) -> None:
+        """Put the blocks that this step filled into the prefix cache."""
+        if not self._memory.cache.enabled:
+            return
+        plan, rows = launched.plan, self._rows
+        for row in (*launched.filled, *range(plan.num_decode, plan.num_rows)):
+            sequence = launched.sequences[row]
+            if launched.is_stale(sequence) or row in result.errors:
+                continue
+            slot = sequence.slot
+            stop = int(plan.starts[row] + plan.lengths[row])
+            changed = self._memory.commit_settled(sequence, stop, int(rows.last_step[slot]))
+            if changed is not None:
+                rows.write_blocks(sequence, changed)
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's slot and blocks; it waits in its old place to be recomputed."""
+        self._vacate(sequence)
+        sequence.state = RequestState.PREEMPTED
+        sequence.preemptions += 1
+        sequence.forced.clear()  # the slot's next SlotInit has them
+        self._preemptions += 1
+        self._queue.push(sequence)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self._memory.release(sequence, int(self._rows.last_step[sequence.slot]))
+        self._rows.leave(sequence)
+        self._pressure.forget(sequence)
+        if sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+
+    def _add_prefilling(self, sequence: Sequence) -> None:
+        insort(self._prefilling, sequence, key=lambda each: each.order)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Running sequences go on, and cache nothing more."""
+        self._memory.cache.invalidate()
+
+    def invalidate(self, epoch: int) -> None:
+        """What is cached was computed with other weights than those of `epoch`: forget it."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._memory.cache.invalidate()
+
+    # -- what is going on ----------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence lives or a step is in flight."""
+        return bool(self._live) or bool(self._in_flight)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences with a slot."""
+        return len(self._live) - len(self._queue)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a slot."""
+        return len(self._queue)
+
+    def stats(self) -> SchedulerStats:
+        """A snapshot of counts."""
+        pool, cache = self._memory.pool, self._memory.cache
+        return SchedulerStats(
+            running=self.num_running,
+            waiting=self.num_waiting,
+            steps_in_flight=len(self._in_flight),
+            preemptions=self._preemptions,
+            total_blocks=pool.num_blocks,
+            free_blocks=pool.num_free,
+            cached_blocks=pool.num_cached,
+            leased_blocks=pool.num_leased,
+            used_blocks=pool.num_used,
+            cache_nodes=cache.num_nodes,
+            cache_queried_tokens=cache.queried_tokens,
+            cache_hit_tokens=cache.hit_tokens,
+        )

@@ -1,0 +1,206 @@
+"""A scripted device for scheduler tests: steps settle as late as the test likes.
+
+It runs the plans on `ScriptedLauncher`, whose tokens depend on what a sequence reads back through
+its own block table, and keeps its own books of who may touch which block.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from aengine.config import SchedulerConfig
+from aengine.policy.scheduler import RowUpdate, Scheduler
+from aengine.request import FinishReason, Request, SamplingParams
+from aengine.testing.scripted import Faults, ScriptedLauncher, arithmetic_script
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aengine.batch import StepPlan, StepResult
+
+VOCAB = 50
+SCRIPT = arithmetic_script(VOCAB)
+
+
+def solo(
+    prompt: Sequence[int], max_tokens: int, end_token_ids: frozenset[int] = frozenset()
+) -> list[int]:
+    """What the scripted model says to this prompt alone."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(SCRIPT(tokens))
+        if tokens[-1] in end_token_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+def request(seq_id: int, prompt: Sequence[int], max_tokens: int = 4, **fields: object) -> Request:
+    """A request; fields that are not the request's own go to its sampling parameters."""
+    own = {"end_token_ids", "priority", "deadline", "cache_salt", "arrival"}
+    params = {name: value for name, value in fields.items() if name not in own}
+    return Request(
+        seq_id=seq_id,
+        request_id=f"r{seq_id}",
+        prompt_token_ids=tuple(prompt),
+        params=SamplingParams(max_tokens=max_tokens, **params),
+        max_tokens=max_tokens,
+        **{name: value for name, value in fields.items() if name in own},
+    )
+
+
+@dataclass
+class Launched:
+    """A step on the scripted device."""
+
+    plan: StepPlan
+    result: StepResult
+    blocks: set[int] = field(default_factory=set)
+
+
+class Bench:
+    """A scheduler and a scripted device under it."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        max_model_len: int = 256,
+        faults: Faults | None = None,
+        **config: object,
+    ) -> None:
+        settings = {
+            "block_size": 4,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 16,
+            "max_steps_in_flight": 2,
+        }
+        self.config = SchedulerConfig(**{**settings, **config})
+        self.scheduler = Scheduler(self.config, num_blocks=num_blocks, max_model_len=max_model_len)
+        self.launcher = ScriptedLauncher(
+            SCRIPT,
+            vocab_size=VOCAB,
+            num_blocks=num_blocks,
+            block_size=self.config.block_size,
+            max_num_seqs=self.config.max_num_seqs,
+            faults=faults,
+        )
+        self.num_blocks = num_blocks
+        self.now = 0.0
+        self.in_flight: deque[Launched] = deque()
+        self.tokens: dict[int, list[int]] = {}
+        self.updates: list[RowUpdate] = []
+        self.ended: dict[int, FinishReason] = {}
+
+    def add(self, request: Request) -> None:
+        """Submit."""
+        self.scheduler.add(request, self.now)
+        self.tokens[request.seq_id] = []
+
+    def launch(self) -> StepPlan | None:
+        """One `schedule()`, run on the device at once, settled later."""
+        plan = self.scheduler.schedule(self.now)
+        self.check_books()
+        if plan is None:
+            return None
+        self.check_plan(plan)
+        result = self.launcher.run(plan).to_host()
+        blocks = {
+            int(block)
+            for row in range(plan.num_rows)
+            for block in plan.block_tables[row, : plan.num_blocks[row]]
+        }
+        self.in_flight.append(Launched(plan, result, blocks))
+        return plan
+
+    def settle(self) -> list[RowUpdate]:
+        """Settle the oldest launched step."""
+        step = self.in_flight.popleft()
+        updates = self.scheduler.update(step.result, self.now)
+        self.check_books()
+        for update in updates:
+            assert update.seq_id not in self.ended, "a sequence went on after its end"
+            self.tokens[update.seq_id] += update.token_ids
+            if update.finish_reason is not None:
+                self.ended[update.seq_id] = update.finish_reason
+        self.updates += updates
+        return updates
+
+    def finish(self, seq_id: int, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """End a sequence from outside."""
+        ended = self.scheduler.finish(seq_id, reason)
+        if ended:
+            self.ended[seq_id] = reason
+        self.check_books()
+        return ended
+
+    def step(self) -> StepPlan | None:
+        """Launch what can be launched, settle down to one step in flight."""
+        plan = self.launch()
+        while len(self.in_flight) >= self.config.max_steps_in_flight or (
+            plan is None and self.in_flight
+        ):
+            self.settle()
+        return plan
+
+    def run(self, most_steps: int = 2_000) -> None:
+        """Go on until nothing is left to do."""
+        for _ in range(most_steps):
+            plan = self.step()
+            if plan is None and not self.in_flight and not self.scheduler.has_work:
+                return
+            self.now += 0.01
+        raise AssertionError(f"no end after {most_steps} steps: {self.scheduler.stats()}")
+
+    # -- oracles -------------------------------------------------------------------------------
+
+    def check_books(self) -> None:
+        """free + cached + leased + used == total, and no count is below zero."""
+        stats = self.scheduler.stats()
+        parts = (stats.free_blocks, stats.cached_blocks, stats.leased_blocks, stats.used_blocks)
+        assert min(parts) >= 0
+        assert sum(parts) == stats.total_blocks == self.num_blocks
+
+    def check_plan(self, plan: StepPlan) -> None:
+        """What every plan promises, and that no block is written that a launched step may touch."""
+        assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
+        assert len(set(plan.seq_ids)) == plan.num_rows <= self.config.max_num_seqs
+        assert len(set(plan.slots.tolist())) == plan.num_rows
+        assert 1 <= plan.slots.min() <= plan.slots.max() <= self.config.max_num_seqs
+        assert len(plan.prefill_token_ids) == plan.lengths[plan.num_decode :].sum()
+        assert (plan.lengths[: plan.num_decode] == 1).all()
+        size = self.config.block_size
+        written: set[int] = set()
+        for row in range(plan.num_rows):
+            start, stop = int(plan.starts[row]), int(plan.starts[row] + plan.lengths[row])
+            count = int(plan.num_blocks[row])
+            table = plan.block_tables[row].tolist()
+            assert stop <= count * size
+            assert all(1 <= block <= self.num_blocks for block in table[:count])
+            assert len(set(table[:count])) == count
+            assert not any(table[count:])
+            for position in range(start, stop):
+                written.add(table[position // size])
+        owners: dict[int, int] = {}
+        for row in range(plan.num_rows):
+            start, stop = int(plan.starts[row]), int(plan.starts[row] + plan.lengths[row])
+            for index in range(start // size, (stop - 1) // size + 1):
+                block = int(plan.block_tables[row, index])
+                assert owners.setdefault(block, plan.seq_ids[row]) == plan.seq_ids[row]
+        for step in self.in_flight:
+            for row in range(step.plan.num_rows):
+                table = step.plan.block_tables[row, : step.plan.num_blocks[row]].tolist()
+                mine = step.plan.seq_ids[row] in plan.seq_ids
+                shared = written.intersection(table)
+                owner = {owners[block] for block in shared}
+                assert not shared or (mine and owner == {step.plan.seq_ids[row]}), (
+                    f"blocks {shared} are written while step {step.plan.step_id} may touch them"
+                )
+
+    def check_empty(self) -> None:
+        """Nothing lives: all blocks are free or cached."""
+        stats = self.scheduler.stats()
+        assert stats.used_blocks == stats.leased_blocks == 0
+        assert stats.running == stats.waiting == stats.steps_in_flight == 0
+        assert stats.free_blocks + stats.cached_blocks == self.num_blocks

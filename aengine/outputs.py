@@ -120,6 +120,8 @@ class EngineStats:
     kv_blocks_free: int = 0
     kv_blocks_cached: int = 0
     kv_blocks_in_use: int = 0
+    kv_blocks_leased: int = 0
+    """Freed, but a launched step may still touch them: reusable when it is done."""
     device: Mapping[str, Any] = field(default_factory=dict)
 
     @property

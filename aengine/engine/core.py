@@ -353,5 +353,6 @@ class EngineCore:
             kv_blocks_free=blocks.free_blocks,
             kv_blocks_cached=blocks.cached_blocks,
             kv_blocks_in_use=blocks.used_blocks,
+            kv_blocks_leased=blocks.leased_blocks,
             device=self._parts.device.statistics(),
         )

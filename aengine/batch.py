@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -133,3 +133,5 @@ class StepResult:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     errors: Mapping[int, Exception] = field(default_factory=dict)
+    unsampled: Collection[int] = ()
+    """Constrained rows whose mask was late: they sampled nothing and are to be computed again."""

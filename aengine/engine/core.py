@@ -314,6 +314,11 @@ class EngineCore:
             )
         self._outbox.post(live.channel, chunk)
 
+    def fail_sequence(self, seq_id: int, error: Exception) -> None:
+        """End a sequence (and the rest of its request) with an error."""
+        if (live := self._live.get(seq_id)) is not None:
+            self._fail_sequence(live, error)
+
     def _fail_sequence(self, live: LiveSequence, error: Exception) -> None:
         if not isinstance(error, RequestError):
             logger.error("request %s failed", live.request.request_id, exc_info=error)

@@ -47,7 +47,7 @@ class DelayedSampling:
         self._matchers: dict[int, GrammarMatcher] = {}
         self._ready: dict[int, Bitmask] = {}
         self._late: set[asyncio.Task[None]] = set()
-        self._faults: dict[int, GenerationError] = {}
+        self._faults: list[tuple[int, GenerationError]] = []
 
     def attach(self, seq_id: int, matcher: GrammarMatcher) -> None:
         """This sequence is constrained by `matcher` from its first token on."""
@@ -57,7 +57,6 @@ class DelayedSampling:
         """The sequence is over: nothing of its grammar stays alive."""
         self._matchers.pop(seq_id, None)
         self._ready.pop(seq_id, None)
-        self._faults.pop(seq_id, None)
 
     def advance(self, updates: Sequence[RowUpdate]) -> list[RowUpdate]:
         """Move the matchers on by the tokens that arrived, and report those that failed."""
@@ -72,9 +71,12 @@ class DelayedSampling:
                 matcher.advance(token)
         except Exception as error:  # one row's matcher ends that row alone (law 9)
             return replace(update, error=error)
-        if (fault := self._faults.pop(update.seq_id, None)) is not None:
-            return replace(update, error=fault)
         return update
+
+    def take_faults(self) -> list[tuple[int, GenerationError]]:
+        """The sequences whose masks failed since the last call, and why."""
+        faults, self._faults = self._faults, []
+        return faults
 
     async def sample(self, plan: StepPlan, begun: DeviceFuture[Any]) -> DeviceFuture[StepOutput]:
         """Sample the constrained rows of a begun step as soon as their masks are there."""
@@ -111,7 +113,7 @@ class DelayedSampling:
         if not done:
             seq_ids = [plan.seq_ids[row] for row in rows]
             for seq_id in seq_ids:
-                self._parts.scheduler.defer(seq_id)
+                self._parts.scheduler.hold(seq_id)
             rejoining = self._rejoin(filling, seq_ids, bitmask)
             task = asyncio.get_running_loop().create_task(rejoining)
             self._late.add(task)
@@ -119,8 +121,7 @@ class DelayedSampling:
             return {}
         failed = filling.result()
         for index, error in failed.items():
-            self._faults[plan.seq_ids[rows[index]]] = error
-        # A row whose mask failed is sampled without one; its token is never delivered.
+            self._faults.append((plan.seq_ids[rows[index]], error))
         return {row: bitmask[i] for i, row in enumerate(rows) if i not in failed}
 
     async def _rejoin(
@@ -135,7 +136,7 @@ class DelayedSampling:
             if seq_id not in self._matchers:
                 continue
             if index in failed:
-                self._faults[seq_id] = failed[index]
+                self._faults.append((seq_id, failed[index]))
             else:
                 self._ready[seq_id] = bitmask[index]
             self._parts.scheduler.unhold(seq_id)

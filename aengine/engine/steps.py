@@ -153,6 +153,8 @@ class StepLoop:
         if self._close_at is not None and self._clock() >= self._close_at:
             self._close_at = None
             self._core.fail_all(lambda: RequestAbortedError("the engine closed before the end"))
+        for seq_id, error in self._delayed.take_faults():
+            self._core.fail_sequence(seq_id, error)
         self._core.expire()
         self._core.flush()
 

@@ -85,6 +85,7 @@ class RunnerOutput:
             logprobs=logprobs,
             prompt_logprobs=prompt,
             errors=errors,
+            unsampled=set(sampling) - set(tokens),
         )
 
 

@@ -302,11 +302,22 @@ class Scheduler:
         if result.errors:
             self._forget_unwritten(launched, result)
         self._keep_computed(launched, result)
+        for row in result.unsampled:
+            if not launched.is_stale(launched.sequences[row]):
+                self._rewind(launched.sequences[row])
         settled = settle(launched, result)
         for sequence, reason in settled.ended:
             self.finish(sequence.seq_id, reason)
         self._pressure.preempt_settled()
         return settled.updates
+
+    def _rewind(self, sequence: Sequence) -> None:
+        """It sampled nothing in its newest step: its last token is to be computed once more."""
+        rows, slot = self._rows, sequence.slot
+        rows.known[slot] = sequence.num_known
+        rows.computed[slot] = sequence.num_known - 1
+        rows.decoding[slot] = False
+        self._add_prefilling(sequence)
 
     def _forget_unwritten(self, launched: LaunchedStep, result: StepResult) -> None:
         """Rows failed: what they were to write is not there, and who shares it begins again."""

@@ -41,7 +41,7 @@ def settle(launched: LaunchedStep, result: StepResult) -> Settled:
                 )
             )
             settled.ended.append((sequence, FinishReason.ERROR))
-    if result.errors or result.logprobs:
+    if result.errors or result.logprobs or result.unsampled:
         for row in range(num_decode):
             _settle_row(launched, result, row, int(tokens[row]), settled)
     else:
@@ -79,7 +79,7 @@ def _settle_row(
     launched: LaunchedStep, result: StepResult, row: int, token: int, settled: Settled
 ) -> None:
     sequence = launched.sequences[row]
-    if launched.is_stale(sequence) or row in result.errors:
+    if launched.is_stale(sequence) or row in result.errors or row in result.unsampled:
         return
     sequence.output.append(token)
     first = len(sequence.output) == 1

@@ -128,6 +128,7 @@ class ScriptedLauncher:
                 step_id=begun.plan.step_id,
                 token_ids=[begun.tokens.get(row, 0) for row in sampling],
                 errors=begun.errors,
+                unsampled=set(sampling) - set(begun.tokens) - set(begun.errors),
             )
         )
 

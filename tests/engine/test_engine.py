@@ -474,3 +474,29 @@ async def test_a_bad_grammar_fails_its_request_alone(bad: StructuredOutput) -> N
             await engine.generate([1], params(5, structured=bad))
         assert (await engine.generate([7], params(5))).token_ids == expected([7], 5)
         await drained(engine)
+
+
+async def test_a_late_mask_takes_its_row_out_and_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, loop_mode: str
+) -> None:
+    choice = StructuredOutput.choice(["seventeen", "eighteen"])
+    async with scripted_engine(loop=loop_mode, block_size=4) as engine:
+        grammars, late = engine.parts.grammars, [0]
+        fill = grammars.fill
+
+        def slow_fill(matchers: Any, bitmask: Any) -> Any:
+            async def later() -> Any:
+                if late[0] < 4:
+                    late[0] += 1
+                    await asyncio.sleep(0.08)
+                return await fill(matchers, bitmask)
+
+            return asyncio.ensure_future(later())
+
+        monkeypatch.setattr(grammars, "fill", slow_fill)
+        free = engine.generate([5], params(200))
+        bound = await engine.generate([3], params(40, structured=choice))
+        assert bound.text in {"seventeen", "eighteen"}
+        assert (await free).token_ids == expected([5], 200)
+        assert late[0] == 4
+        await drained(engine)

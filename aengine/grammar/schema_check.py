@@ -18,6 +18,7 @@ from urllib.parse import unquote
 
 from aengine.errors import GrammarError
 from aengine.grammar import keywords as kw
+from aengine.grammar.exclusive import exclude_each_other
 from aengine.grammar.patterns import pattern_problem
 from aengine.grammar.schema_place import QUOTED, Place, leads_to_schema
 
@@ -57,9 +58,9 @@ def check_schema(text: str, limits: GrammarLimits) -> CheckedSchema:
         schema = json.loads(text, parse_float=Decimal, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise _error(f"the schema is not valid JSON: {error}", text) from error
-    walk = _Walk(spec=text)
+    walk = _Walk(spec=text, root=schema)
     cleaned = walk.schema(schema, Place())
-    walk.check_references(schema)
+    walk.check_references()
     if cleaned is False:
         raise _error("the schema is false: no document validates", text)
     cleaned_text = json.dumps({} if cleaned is True else cleaned, ensure_ascii=False)
@@ -117,6 +118,7 @@ def _depth(text: str) -> int:
 @dataclass(slots=True)
 class _Walk:
     spec: str
+    root: Any
     informal: dict[str, tuple[Place, int]] = field(default_factory=dict)
     anchors: set[str] = field(default_factory=set)
     references: list[tuple[str, Place]] = field(default_factory=list)
@@ -143,6 +145,11 @@ class _Walk:
         if place.parent is None and isinstance(node.get("x-guidance"), dict):
             cleaned["x-guidance"] = node["x-guidance"]
         self.combinations(cleaned, place)
+        if "oneOf" in cleaned and "anyOf" not in cleaned:
+            if exclude_each_other(node["oneOf"], self.root):
+                return {"anyOf" if word == "oneOf" else word: cleaned[word] for word in cleaned}
+            if len(cleaned["oneOf"]) > _LIGHT_MERGES:
+                self.heavy = True
         return cleaned
 
     def other_word(self, word: str, value: Any, place: Place) -> None:
@@ -265,8 +272,6 @@ class _Walk:
                 len(node[w]) for w in ("allOf", "anyOf", "oneOf") if isinstance(node.get(w), list)
             )
             self.merges += 1
-        if len(node.get("oneOf") or ()) > _LIGHT_MERGES:
-            self.heavy = True
         multiple = node.get("multipleOf")
         if isinstance(multiple, (int, float)) and not 1e-3 <= abs(multiple) <= _LIGHT_MULTIPLE:
             self.heavy = True
@@ -281,10 +286,10 @@ class _Walk:
             for name, (place, count) in self.informal.items()
         )
 
-    def check_references(self, root: Any) -> None:
+    def check_references(self) -> None:
         """A reference must lead to a place that was walked as a schema."""
         for target, place in self.references:
-            if target not in self.anchors and not leads_to_schema(root, unquote(target)):
+            if target not in self.anchors and not leads_to_schema(self.root, unquote(target)):
                 shown = target[:QUOTED]
                 self.fail(place, f"$ref {shown!r} does not lead to a schema of this document")
 

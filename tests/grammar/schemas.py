@@ -163,6 +163,22 @@ ENFORCED: dict[str, Enforced] = {
         ('{"k":"x","v":1}', '{"k":"y","v":"s"}'),
         ('{"k":"x","v":"s"}',),
     ),
+    "oneOf of constants": Enforced(
+        {"oneOf": [{"const": 1}, {"enum": [2, "1"]}]}, ("1", '"1"'), ("3",)
+    ),
+    "oneOf by a tag behind references": Enforced(
+        {
+            "$defs": {
+                "cat": _object({"k": {"const": "cat"}, "n": _INT}, required=["k", "n"]),
+                "dog": _object({"k": {"$ref": "#/$defs/tag"}, "n": _STR}, required=["n", "k"]),
+                "tag": {"enum": ["dog", "wolf"]},
+            },
+            "discriminator": {"propertyName": "k"},
+            "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+        },
+        ('{"k":"cat","n":1}', '{"k":"wolf","n":"x"}'),
+        ('{"k":"cat","n":"x"}', '{"k":"dog","n":1}'),
+    ),
     "allOf": Enforced(
         {"allOf": [_object({"a": _INT}, required=["a"]), _object({"b": _STR}, required=["b"])]},
         ('{"a":1,"b":"x"}',),
@@ -234,6 +250,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "unevaluatedProperties": ({"unevaluatedProperties": False}, "'unevaluatedProperties'"),
     "dynamicRef": ({"$dynamicRef": "#x"}, "'$dynamicRef'"),
     "overlapping oneOf": ({"oneOf": [_INT, {"type": "number"}]}, "oneOf"),
+    "oneOf of equal numbers": ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "oneOf"),
+    "oneOf by a tag that may be missing": (
+        {"oneOf": [_object({"k": {"const": 1}}), _object({"k": {"const": 2}})]},
+        "oneOf",
+    ),
+    "oneOf by a tag of anything but objects": (
+        {"oneOf": [{"required": ["k"], "properties": {"k": {"const": i}}} for i in (1, 2)]},
+        "oneOf",
+    ),
+    "oneOf of shared constants": ({"oneOf": [{"enum": ["a", "b"]}, {"enum": ["b"]}]}, "oneOf"),
     "overlapping pattern properties": (
         {"type": "object", "patternProperties": {"^a": _INT, "b$": _STR}},
         "disjoint",

@@ -31,7 +31,7 @@ def params(max_tokens: int) -> SamplingParams:
 
 async def until(condition: Callable[[], bool]) -> None:
     with anyio.fail_after(5):
-        while not condition():
+        while not condition():  # noqa: ASYNC110  # polled: it may be any state of the engine
             await asyncio.sleep(0)
 
 

@@ -61,11 +61,13 @@ class WaitingQueue:
         self._tickets += 1
         params = request.params
         ends = frozenset() if params.ignore_eos else request.end_token_ids
+        # The last token of all needs no keys and values: nothing follows it.
+        limit = min(len(prompt) + request.max_tokens, self._max_model_len, self._capacity + 1)
         return Sequence(
             request=request,
             order=(request.priority * self._config.priority_ageing + now, self._tickets),
-            # The last token of all needs no keys and values: nothing follows it.
-            limit=min(len(prompt) + request.max_tokens, self._max_model_len, self._capacity + 1),
+            limit=limit,
+            most_output=limit - len(prompt),
             stops=ends | frozenset(params.stop_token_ids),
             packed=pack(prompt) if self._config.enable_prefix_cache else b"",
             prompt_logprobs=[None] if params.prompt_logprobs is not None else [],

@@ -133,6 +133,19 @@ class BlockPool:
             table._blocks.append(block)
         return True
 
+    def extend_each(self, tables: Sequence[BlockTable]) -> list[int] | None:
+        """Append one free block to each table; the blocks, or None if there are not that many."""
+        first = len(self._free) - len(tables)
+        if first < 0:
+            return None
+        blocks = self._free[first:]
+        del self._free[first:]
+        for table, block in zip(tables, blocks, strict=True):
+            self._references[block] = 1
+            self._touched[block] = NEVER
+            table._blocks.append(block)
+        return blocks
+
     def share(self, table: BlockTable, blocks: Sequence[int]) -> None:
         """Append cached or used blocks to a table."""
         references = self._references

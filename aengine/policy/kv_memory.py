@@ -8,7 +8,10 @@ from aengine.policy.block_pool import NEVER, BlockPool
 from aengine.policy.prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
     from aengine.policy.prefix_cache import Node
+    from aengine.policy.row_table import RowTable
     from aengine.policy.sequence import Sequence
 
 
@@ -63,6 +66,12 @@ class KVMemory:
         """Blocks for `tokens` tokens in all; or nothing, and False."""
         return self._extend(sequence, self.missing(sequence, tokens))
 
+    def grow_each(self, sequences: Seq[Sequence]) -> list[int] | None:
+        """One more block for each, in order; or nothing, and None."""
+        if self.pool.num_free < len(sequences):
+            self.cache.evict(len(sequences))
+        return self.pool.extend_each([sequence.blocks for sequence in sequences])
+
     def missing(self, sequence: Sequence, tokens: int) -> int:
         """How many blocks it lacks for `tokens` tokens in all."""
         return -(-tokens // self._block_size) - len(sequence.blocks)
@@ -100,7 +109,7 @@ class KVMemory:
             first = first or node
         return first
 
-    def commit_settled(self, sequence: Sequence, tokens: int, last_step: int) -> int | None:
+    def commit_settled(self, sequence: Sequence, tokens: int, rows: RowTable) -> int | None:
         """Make full blocks findable whose keys and values are written.
 
         Where the cache has the same tokens in another block already, the sequence takes that block
@@ -109,7 +118,7 @@ class KVMemory:
         Args:
             sequence: whose blocks.
             tokens: that many of its tokens are known and computed.
-            last_step: the newest launched step that touches the sequence.
+            rows: know the newest launched step that touches it.
 
         Returns:
             The index of the first block that was exchanged, if one was.
@@ -126,6 +135,7 @@ class KVMemory:
                 sequence.caching = False
                 break
             else:
+                last_step = int(rows.last_step[sequence.slot])
                 self.pool.exchange(sequence.blocks, index, node.block, last_step)
                 changed = index if changed is None else changed
             self._went_in(sequence, node)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aengine.batch import IntArray
     from aengine.policy.kv_memory import KVMemory
     from aengine.policy.row_table import RowTable
     from aengine.policy.sequence import Sequence
@@ -35,6 +36,17 @@ class MemoryPressure:
         self._rows = rows
         self._preempt = preempt
         self._parked: list[Sequence] = []
+
+    def serve_decoding(self, slots: IntArray) -> bool:
+        """One more block for each of these slots; whether nobody went without or gave way."""
+        needy = self._rows.sequences_of(slots)
+        blocks = self._memory.grow_each(needy)
+        if blocks is None:
+            return self.serve(needy)
+        if not self._rows.append_blocks(slots, blocks):
+            for sequence in needy:
+                self._rows.write_blocks(sequence, len(sequence.blocks) - 1)
+        return True
 
     def serve(self, needy: list[Sequence]) -> bool:
         """Get sequences the blocks of the tokens they know, most urgent first.

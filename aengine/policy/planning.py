@@ -58,8 +58,8 @@ class LaunchedStep:
     chunks: list[Chunk]
     inserted: dict[int, Node]
     """Row -> the first cache node whose block this step writes."""
-    filled: list[int]
-    """Decode rows whose token fills a block."""
+    filled: list[tuple[int, int]]
+    """Decode rows whose token fills a block, and how many tokens have keys and values then."""
 
     def is_stale(self, sequence: Sequence) -> bool:
         """Whether a sequence ended, or left its slot, since this step was launched."""
@@ -114,15 +114,16 @@ def launch(draft: Draft, rows: RowTable, *, block_size: int, track_filled: bool)
     rows.known[slots] += samples
     rows.pending[slots] += 1
     rows.last_step[slots] = draft.step_id
-    by_slot = rows.sequences
-    sequences = [by_slot[slot] for slot in slots.tolist()]
-    filled = np.flatnonzero(after[:num_decode] % block_size == 0) if track_filled else ()
+    filled: list[tuple[int, int]] = []
+    if track_filled:
+        full = np.flatnonzero(after[:num_decode] % block_size == 0)
+        filled = list(zip(full.tolist(), after[full].tolist(), strict=True))
     return LaunchedStep(
         plan=plan,
-        sequences=[sequence for sequence in sequences if sequence is not None],
+        sequences=rows.sequences_of(slots),
         chunks=chunks,
         inserted={num_decode + index: node for index, node in draft.inserted.items()},
-        filled=list(map(int, filled)),
+        filled=filled,
     )
 
 

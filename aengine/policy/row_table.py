@@ -6,7 +6,7 @@ below a microsecond. Plans get copies (law 4: what a launched step reads is neve
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -100,6 +100,19 @@ class RowTable:
         else:
             self._tables[sequence.slot, first:count] = list(blocks)[first:]
         self.capacity[sequence.slot] = count * self._block_size
+
+    def append_blocks(self, slots: IntArray, blocks: list[int]) -> bool:
+        """Note one more block for each slot; False if the tables are not wide enough yet."""
+        index = self.capacity[slots] // self._block_size
+        if index.max() >= self._tables.shape[1]:
+            return False
+        self._tables[slots, index] = blocks
+        self.capacity[slots] += self._block_size
+        return True
+
+    def sequences_of(self, slots: IntArray) -> list[Sequence]:
+        """The sequences in these slots, which are taken."""
+        return cast("list[Sequence]", list(map(self.sequences.__getitem__, slots.tolist())))
 
     def tables_of(self, slots: IntArray, widest: int) -> IntArray:
         """[len(slots), widest] copy of block tables."""

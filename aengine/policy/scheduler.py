@@ -198,17 +198,18 @@ class Scheduler:
         """Get every running sequence the blocks of its next tokens; whether all have them."""
         rows = self._rows
         short = rows.decoding & (rows.known < rows.limit) & (rows.computed >= rows.capacity)
-        needy = [rows.sequences[slot] for slot in np.flatnonzero(short).tolist()]
-        needy += [
+        slots = np.flatnonzero(short).astype(np.int32)
+        # A prompt has all its blocks since admission; tokens that were forced do not.
+        grown = [
             sequence
             for sequence in self._prefilling
             if not sequence.held
             and not sequence.parked
             and rows.known[sequence.slot] > rows.capacity[sequence.slot]
         ]
-        if not needy:
-            return True
-        return self._pressure.serve([sequence for sequence in needy if sequence is not None])
+        if grown:
+            return self._pressure.serve(rows.sequences_of(slots) + grown)
+        return not len(slots) or self._pressure.serve_decoding(slots)
 
     def _continue_prefills(self, draft: Draft, budget: int) -> int:
         """Chunks of the sequences that have begun, most urgent first; the budget that is left."""
@@ -336,16 +337,14 @@ class Scheduler:
         """Put the blocks that this step filled into the prefix cache."""
         if not self._memory.cache.enabled:
             return
-        plan, rows = launched.plan, self._rows
-        for row in (*launched.filled, *range(plan.num_decode, plan.num_rows)):
+        plan, errors = launched.plan, result.errors
+        done = [(plan.num_decode + i, chunk.stop) for i, chunk in enumerate(launched.chunks)]
+        for row, stop in launched.filled + done:
             sequence = launched.sequences[row]
-            if launched.is_stale(sequence) or row in result.errors:
-                continue
-            slot = sequence.slot
-            stop = int(plan.starts[row] + plan.lengths[row])
-            changed = self._memory.commit_settled(sequence, stop, int(rows.last_step[slot]))
-            if changed is not None:
-                rows.write_blocks(sequence, changed)
+            if not launched.is_stale(sequence) and row not in errors:
+                changed = self._memory.commit_settled(sequence, stop, self._rows)
+                if changed is not None:
+                    self._rows.write_blocks(sequence, changed)
 
     # -- memory --------------------------------------------------------------------------------
 

@@ -48,6 +48,8 @@ class Sequence:
     """Urgency: smaller goes first, and never changes (see `admission`)."""
     limit: int
     """Most tokens, prompt and output together."""
+    most_output: int
+    """Most generated tokens."""
     stops: frozenset[int]
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
@@ -86,11 +88,6 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
-    def most_output(self) -> int:
-        """Tokens it may generate at most."""
-        return self.limit - len(self.request.prompt_token_ids)
-
-    @property
     def num_known(self) -> int:
         """Tokens that the host knows."""
         return len(self.request.prompt_token_ids) + len(self.output)
@@ -120,7 +117,7 @@ class Sequence:
         count = len(self.output)
         if token in self.stops and count >= self.request.params.min_tokens:
             return FinishReason.STOP
-        if self.num_prompt + count >= self.limit:
+        if count >= self.most_output:
             return FinishReason.LENGTH
         return None
 

@@ -3,8 +3,8 @@
     python benchmarks/completion_latency.py [--quick] [--json FILE] [--simulated LIBRARY] [PART ...]
 
 Parts: latency, ticker, busy, million, idle, launch. Everything a part compares is measured in the
-same run. Overhead is the time from launch to resumption minus the median of the same with a loop
-of `cuEventQuery` that does nothing else.
+same run. Overhead is the time from the launch's return to the resumption, minus the median of the
+same with a loop of `cuEventQuery` that does nothing else; the two take turns.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import statistics
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from spin_kernel import Kernels
 
 from aengine.device import CudaDevice, WaitPolicy
-from aengine.device.driver import Driver, Event
+from aengine.device.driver import Driver
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -64,98 +65,73 @@ class Bench:
 
     def latency(self) -> None:
         """p50 and p99 overhead of each way of waiting, and the share of a core it takes."""
-        sizes = {300: 400, 500: 400, 1000: 300, 2000: 300, 8000: 150, 20000: 80}
+        sizes = {300: 400, 500: 400, 1000: 300, 2000: 300, 8000: 150, 20000: 100}
+        no_spin = WaitPolicy(spin_whole=0, block_limit=0, polite_spin=0)
+        ways: dict[str, dict[str, Any]] = {
+            "cuEventSynchronize": {"blocking": True},
+            "aengine, own loop": {"own": True},
+            "aengine, own loop, uvloop": {"own": True, "uv": True},
+            "aengine, caller's loop": {},
+            "host function on a side stream": {"policy": no_spin},
+            "pure Python (no extension)": {"native": None},
+        }
         for microseconds, count in sizes.items():
             count = count // 8 if self.quick else count
-            base = self.busy_query(microseconds, count)
-            again = self.busy_query(microseconds, count)
-            reference = statistics.median(base)
-            self.report("busy cuEventQuery", microseconds, again, reference, 1.0)
-            for name, way in self.ways().items():
-                taken, share = way(microseconds, count)
-                self.report(name, microseconds, taken, reference, share)
+            for name, options in ways.items():
+                uv = options.get("uv", False)
+                options = {k: v for k, v in options.items() if k != "uv"}
+                _run(partial(self.alternate, name, microseconds, count, **options), uv=uv)
 
-    def ways(self) -> dict[str, Callable[[int, int], tuple[list[float], float]]]:
-        no_spin = WaitPolicy(spin_whole=0, block_limit=0, polite_spin=0)
-        return {
-            "cuEventSynchronize": self.synchronize,
-            "aengine, own loop": lambda us, n: self.awaits(us, n, own=True),
-            "aengine, own loop, uvloop": lambda us, n: self.awaits(us, n, own=True, uv=True),
-            "aengine, caller's loop": lambda us, n: self.awaits(us, n, own=False),
-            "side stream's host function": lambda us, n: self.awaits(
-                us, n, own=False, policy=no_spin
-            ),
-            "pure Python (no extension)": lambda us, n: self.awaits(us, n, own=False, native=None),
-        }
-
-    def report(
-        self, way: str, microseconds: int, taken: list[float], base: float, share: float
-    ) -> None:
-        self.row(
-            part="latency",
-            way=way,
-            op_us=microseconds,
-            p50_us=(statistics.median(taken) - base) / US,
-            p99_us=(percentile(taken, 0.99) - base) / US,
-            max_us=(max(taken) - base) / US,
-            cpu=round(share, 3),
-            n=len(taken),
-        )
-
-    def busy_query(self, microseconds: int, count: int) -> list[float]:
-        query = self.driver.calls["event_query"]
-        return self.blocking(microseconds, count, lambda handle: _spin(query, handle))[0]
-
-    def synchronize(self, microseconds: int, count: int) -> tuple[list[float], float]:
-        return self.blocking(microseconds, count, self.driver.event_synchronize)
-
-    def blocking(
-        self, microseconds: int, count: int, wait: Callable[[int], object]
-    ) -> tuple[list[float], float]:
-        device = self.device()
-        stream, kernels = device.stream("bench"), Kernels(device, self.simulated)
-        call = kernels.call(stream.handle, microseconds * 1000)
-        taken: list[float] = []
-        with device.current():
-            for _ in range(count + 10):
-                event = Event(self.driver)
-                start = time.perf_counter_ns()
-                kernels.run(call)
-                self.driver.calls["event_record"](event.handle, stream.handle)
-                wait(event.handle)
-                taken.append(time.perf_counter_ns() - start)
-        device.close()
-        return taken[10:], 1.0
-
-    def awaits(
+    async def alternate(
         self,
+        name: str,
         microseconds: int,
         count: int,
         *,
-        own: bool,
-        uv: bool = False,
+        own: bool = False,
         native: Any = "auto",
         policy: WaitPolicy | None = None,
-    ) -> tuple[list[float], float]:
-        async def measure() -> tuple[list[float], float]:
-            device = self.device(native=native, policy=policy)
-            if own:
-                device.adopt_loop()
-            stream, kernels = device.stream("bench"), Kernels(device, self.simulated)
-            call = kernels.call(stream.handle, microseconds * 1000)
-            start_one = _starter(stream, kernels, call, native)
-            taken: list[float] = []
-            for number in range(count + 20):
-                if number == 20:
-                    cpu, wall = time.process_time(), time.perf_counter()
-                start = time.perf_counter_ns()
-                await start_one()
-                taken.append(time.perf_counter_ns() - start)
-            share = (time.process_time() - cpu) / (time.perf_counter() - wall)
-            device.close()
-            return taken[20:], share
-
-        return _run(measure, uv=uv)
+        blocking: bool = False,
+    ) -> None:
+        """Wait in turns by a busy loop and by the way in question, after the same launch."""
+        device = self.device(native=native, policy=policy)
+        if own:
+            device.adopt_loop()
+        stream, kernels = device.stream("bench"), Kernels(device, self.simulated)
+        call = kernels.call(stream.handle, microseconds * 1000)
+        launch = _launcher(stream, kernels, call, native)
+        query = self.driver.calls["event_query"]
+        busy: list[float] = []
+        taken: list[float] = []
+        cpu = wall = 0.0
+        for number in range(2 * count + 40):
+            point = launch()
+            cpu_before, start = time.process_time(), time.perf_counter_ns()
+            if number % 2 == 0:
+                while query(point.event.handle):
+                    pass
+            elif blocking:
+                self.driver.event_synchronize(point.event.handle)
+            else:
+                await point
+            duration = time.perf_counter_ns() - start
+            if number >= 40:
+                (taken if number % 2 else busy).append(duration)
+                if number % 2:
+                    cpu += time.process_time() - cpu_before
+                    wall += duration / 1e9
+        device.close()
+        base = statistics.median(busy)
+        self.row(
+            part="latency",
+            way=name,
+            op_ms=microseconds / 1000,
+            p50_us=(statistics.median(taken) - base) / US,
+            p99_us=(percentile(taken, 0.99) - base) / US,
+            max_us=(max(taken) - base) / US,
+            busy_p99_us=(percentile(busy, 0.99) - base) / US,
+            core=round(cpu / wall, 3),
+        )
 
     # -- the host's loop beside an engine's --------------------------------------------------------
 
@@ -337,15 +313,11 @@ class Bench:
         device.close()
 
 
-def _spin(query: Callable[[int], int], handle: int) -> None:
-    while query(handle):
-        pass
-
-
-def _starter(stream: Any, kernels: Kernels, call: Any, native: Any) -> Callable[[], Awaitable[Any]]:
+def _launcher(stream: Any, kernels: Kernels, call: Any, native: Any) -> Callable[[], Any]:
     if native is None:
-        return lambda: stream.launch(kernels.run, call)
-    return stream.prepare([call]).launch
+        return lambda: stream.launch(kernels.run, call).completion
+    prepared = stream.prepare([call])
+    return lambda: prepared.launch()
 
 
 async def _await(point: Awaitable[None]) -> None:

@@ -265,9 +265,14 @@ class HostCompletion:
 
     def _woken(self) -> None:
         now = time.perf_counter_ns()
-        self._reactor.counters.observe_wakeup(now - self._fired_ns)
+        passed = self._passed_ns() or now
+        self._reactor.counters.observe_wakeup(now - passed)
         if self._reactor.trace is not None:
-            self._reactor.trace.span("wake-up", self._fired_ns, now, track="wake-ups")
+            self._reactor.trace.span("wake-up", passed, now, track="wake-ups")
+
+    def _passed_ns(self) -> int:
+        """When the point was passed, as far as this thread knows; 0: it does not."""
+        return self._fired_ns
 
     def wait_sync(self, timeout: float | None = None) -> bool:
         """Block this thread (never an event loop's) until the point was passed.

@@ -13,6 +13,8 @@ from aengine.device.completions import LoopPort, Reactor
 from aengine.device.cuda_stream import CudaStream, loss_error
 from aengine.device.cuda_wait import CudaPort
 from aengine.device.driver import (
+    EVENT_BLOCKING_SYNC,
+    EVENT_DEFAULT,
     HOST_ALLOC_PORTABLE_MAPPED,
     NOT_READY,
     STICKY,
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from types import ModuleType
 
-    from aengine.device.cuda_stream import CudaCompletion
+    from aengine.device.cuda_point import CudaCompletion
     from aengine.device.trace import Trace
 
     Guard = Callable[[int], AbstractContextManager[Any]]
@@ -87,9 +89,12 @@ class CudaDevice:
         self.guard = guard or torch_guard(index)
         self.reactor = CudaReactor(native=native, trace=trace)
         self.reactor.device = weakref.proxy(self)
+        # Without the extension threads block on events; let them sleep there, not spin.
+        self.event_flags = EVENT_DEFAULT if self.reactor.native else EVENT_BLOCKING_SYNC
         self._close_timeout = close_timeout
         self._handle = self.driver.device_handle(index)
         self._context = self.driver.make("context_retain", self._handle)
+        self._get_context = self.driver.calls["context_get"]
         self._streams: dict[int, CudaStream] = {}
         self._notifiers: dict[CudaStream, Notifier] = {}
         self._loss: str | None = None
@@ -190,14 +195,25 @@ class CudaDevice:
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """The device's context is the thread's current one inside."""
-        if self.driver.current_context() == self._context:
-            yield
-            return
-        self.driver.do("context_push", self._context)
+        pushed = self.enter()
         try:
             yield
         finally:
-            self.driver.make("context_pop")
+            if pushed:
+                self.leave()
+
+    def enter(self) -> bool:
+        """Make the device's context current; whether that took a push, for `leave` to undo."""
+        current = ctypes.c_void_p()
+        self._get_context(ctypes.byref(current))
+        if current.value == self._context:
+            return False
+        self.driver.do("context_push", self._context)
+        return True
+
+    def leave(self) -> None:
+        """Undo an `enter` that returned True."""
+        self.driver.make("context_pop")
 
     def woke_up(self, stream: CudaStream, point: CudaCompletion) -> None:
         """A point was recorded."""
@@ -260,8 +276,9 @@ class CudaDevice:
             for stream in self._streams.values():
                 for port in self.reactor.ports():
                     if isinstance(port, CudaPort):
-                        for lane in port.lanes_of(stream):
-                            self.driver.calls["stream_destroy"](lane)
+                        port.forget(stream)
+                for lane in stream.take_idle_lanes():
+                    self.driver.calls["stream_destroy"](lane)
                 if stream.owned:
                     self.driver.calls["stream_destroy"](stream.handle)
         # Not before the last waiter is gone: it may be looking at a stream's word right now.

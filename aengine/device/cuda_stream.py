@@ -8,6 +8,7 @@ completion until then.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import threading
 import time
@@ -16,176 +17,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aengine.device.completions import HostCompletion, lost
 from aengine.device.cpu import as_device_error, name_of, unwrap
-from aengine.device.cuda_wait import CudaPort, wait_for
-from aengine.device.driver import Event
+from aengine.device.cuda_launch import PreparedLaunch
+from aengine.device.cuda_point import CudaCompletion
+from aengine.device.driver import STREAM_NON_BLOCKING, Event
 from aengine.device.future import DeviceFuture
 from aengine.device.pace import Pace
 from aengine.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from aengine.device.cuda import CudaDevice
     from aengine.device.protocols import Completion
 
 T = TypeVar("T")
 WRAP = 1 << 32
-
-
-class CudaCompletion(HostCompletion):
-    """A point on a CUDA stream: passed when the stream's word has reached `sequence`."""
-
-    __slots__ = (
-        "_holds",
-        "_previous",
-        "_start_event",
-        "_start_ns",
-        "ended_ns",
-        "event",
-        "key",
-        "sequence",
-        "stream",
-    )
-
-    def __init__(
-        self, stream: CudaStream, sequence: int, event: Event, key: Hashable, holds: object
-    ) -> None:
-        super().__init__(stream.device.reactor, stream.device.step_id)
-        self.stream = stream
-        self.sequence = sequence
-        self.event = event
-        self.key = key
-        self.ended_ns: int | None = None
-        self._holds: object = holds
-        self._start_ns = 0
-        self._start_event: Event | None = None
-        self._previous: CudaCompletion | None = None
-
-    def done(self) -> bool:
-        """Whether the stream has passed the point; reads a word of memory."""
-        return self._state or self.stream.reached(self)
-
-    def check(self) -> None:
-        if not self._state:
-            # Passed, but nobody has looked at the stream since.
-            self.stream.settle()
-        super().check()
-
-    def error(self) -> DeviceError | None:
-        if not self._state and self.stream.reached(self):
-            self.stream.settle()
-        return self._error
-
-    def wait_sync(self, timeout: float | None = None) -> bool:
-        """Block this thread (never an event loop's) until the point was passed.
-
-        Args:
-            timeout: seconds; None waits without limit.
-
-        Returns:
-            Whether the point was passed in time. Errors are `check`'s to raise.
-        """
-        native, word = self.stream.device.reactor.native, self.stream.word
-        if native is None or word is None:
-            return super().wait_sync(timeout)
-        until = None if timeout is None else time.perf_counter_ns() + int(timeout * 1e9)
-        while not self.done():
-            now = time.perf_counter_ns()
-            if until is not None and now >= until:
-                return False
-            # In bouts, so that a lost device is seen.
-            bout = now + BOUT_NS if until is None else min(now + BOUT_NS, until)
-            native.wait_flag(word, self.sequence, bout, bout)
-        self.stream.settle()
-        return True
-
-    def _suspend(self, port: Any) -> Generator[Any, None, None]:
-        assert isinstance(port, CudaPort)
-        yield from wait_for(self, port)
-
-    def release(self, now_ns: int) -> None:
-        """The device has passed the point: learn its time, let go of what it used."""
-        stream, previous = self.stream, self._previous
-        first = self._start_event if previous is None else previous.event
-        self._holds = self._previous = self._start_event = None
-        if self.ended_ns is None:
-            self.ended_ns = stream.device.clock.host_time(self.event, now_ns) or now_ns
-        if first is not None:
-            duration = first.elapsed_ns(self.event)
-            if duration is not None:
-                stream.pace.learn(self.key, duration)
-        trace = stream.device.reactor.trace
-        if trace is not None:
-            args = {} if self.step_id is None else {"step": self.step_id}
-            start = self._start_ns
-            if previous is not None and previous.ended_ns is not None:
-                start = max(start, previous.ended_ns)
-            track = f"stream {stream.name}"
-            trace.span(str(self.key), start, self.ended_ns, track=track, args=args)
-
-    def predicted_end(self) -> int | None:
-        """Host time at which the point should be passed; None without experience."""
-        chain: list[CudaCompletion] = []
-        point: CudaCompletion | None = self
-        while point is not None and point.ended_ns is None:
-            chain.append(point)
-            if len(chain) > MAX_CHAIN:
-                return None
-            point = point._previous
-        end = 0 if point is None or point.ended_ns is None else point.ended_ns
-        for link in reversed(chain):
-            expected = self.stream.pace.expect(link.key)
-            if expected is None:
-                return None
-            end = max(end, link._start_ns) + expected
-        return end
-
-
-BOUT_NS = 20_000_000
-MAX_CHAIN = 64
-"""Launches ahead of which no end is predicted any more."""
-
-
-class PreparedLaunch:
-    """A list of driver calls that ends in a record, made in one go with the GIL held (law 11).
-
-    Made by `CudaStream.prepare`. One list must not run while it runs.
-    """
-
-    def __init__(
-        self, stream: CudaStream, calls: Sequence[tuple[int, tuple[int, ...]]], key: Hashable
-    ) -> None:
-        driver = stream.device.driver
-        native = stream.device.reactor.native
-        if native is None or not stream.writes_flags:
-            raise DeviceError("launch lists need the extension and stream memory operations")
-        self._stream = stream
-        self._key = key
-        record = (driver.address("cuEventRecord"), (0, stream.handle))
-        write = (driver.address("cuStreamWriteValue32_v2"), (stream.handle, stream.word_on_device))
-        count = len(calls)
-        self._list = native.LaunchList((*calls, record, write), ((count, 0), (count + 1, 2)))
-
-    def launch(self, *holds: object) -> HostCompletion:
-        """Make the calls and record.
-
-        Args:
-            holds: kept alive until the device has passed the record.
-
-        Returns:
-            The record. It has failed already if a call did (what was called before that stays
-            enqueued) or the device is lost.
-        """
-        stream, start = self._stream, time.perf_counter_ns()
-        start_event = stream.mark_start()
-        return stream.record_after(self._run, self._key, holds, start, start_event)
-
-    def _run(self, event: Event, sequence: int) -> None:
-        code = self._list.run(event.handle, sequence)
-        if code:
-            device = self._stream.device
-            device.note_error(code)
-            device.driver.check(code, f"call {self._list.failed_call} of a launch list")
 
 
 class CudaStream:
@@ -207,6 +53,12 @@ class CudaStream:
         self._last: CudaCompletion | None = None
         # Reentrant: a finaliser may launch or settle while this thread does.
         self._lock = threading.RLock()
+        self._settling_soon = False
+        self._stranded: list[object] = []
+        self._idle_lanes: list[int] = []
+        if device.reactor.native is not None:
+            # Now and not when somebody first waits: making a stream can stall behind running work.
+            self._idle_lanes.append(device.driver.make("stream_create", STREAM_NON_BLOCKING, 0))
 
     def __repr__(self) -> str:
         return f"<CudaStream {self._name!r} {self.handle:#x}>"
@@ -331,6 +183,35 @@ class CudaStream:
                 point.release(time.perf_counter_ns())
                 point.fire()
 
+    def settle_soon(self) -> None:
+        """Settle in the running loop's next turn; at once where no loop runs."""
+        loop = asyncio._get_running_loop()
+        if loop is None:
+            self.settle()
+        elif not self._settling_soon:
+            self._settling_soon = True
+            loop.call_soon(self._settle_now)
+
+    def _settle_now(self) -> None:
+        self._settling_soon = False
+        self.settle()
+
+    def take_lane(self) -> int:
+        """A side stream that nothing is queued on, for one host function behind one point."""
+        try:
+            return self._idle_lanes.pop()
+        except IndexError:
+            return self.device.driver.make("stream_create", STREAM_NON_BLOCKING, 0)
+
+    def return_lane(self, handle: int) -> None:
+        """The host function has run."""
+        self._idle_lanes.append(handle)
+
+    def take_idle_lanes(self) -> list[int]:
+        """All idle side streams, for the device to destroy."""
+        lanes, self._idle_lanes = self._idle_lanes, []
+        return lanes
+
     def fail_pending(self, make_error: Callable[[int | None], DeviceError]) -> None:
         """Fire what was passed; fail the rest."""
         self.settle()
@@ -351,23 +232,31 @@ class CudaStream:
     ) -> HostCompletion:
         """Let `call` enqueue work that ends in a record of the event and the sequence number."""
         device = self.device
-        with self._lock, device.current():
-            if (failure := device.loss()) is not None:
-                return self._failed(failure)
-            self.settle()
-            sequence = (self._sequence + 1) % WRAP
-            try:
-                event = Event(device.driver)
+        pushed = device.enter()
+        try:
+            with self._lock:
+                if (failure := device.loss()) is not None:
+                    return self._failed(failure)
+                if self._inflight:
+                    self.settle()
+                sequence = (self._sequence + 1) % WRAP
+                event = Event(device.driver, device.event_flags)
                 call(event, sequence)
-            except DeviceError as error:
-                device.look_for_loss()
-                return self._failed(device.loss() or error)
-            self._sequence = sequence
-            point = CudaCompletion(self, sequence, event, key, holds)
-            point._start_ns, point._start_event = start_ns, start_event
-            point._previous = self._last if self._inflight else None
-            self._inflight.append(point)
-            self._last = point
+                self._sequence = sequence
+                if self._stranded:
+                    holds, self._stranded = (holds, self._stranded), []
+                point = CudaCompletion(self, sequence, event, key, holds)
+                point.started(start_ns, start_event, self._last if self._inflight else None)
+                self._inflight.append(point)
+                self._last = point
+        except DeviceError as error:
+            # What was enqueued before the failure may use what it was given: until the next point.
+            self._stranded.append(holds)
+            device.look_for_loss()
+            return self._failed(device.loss() or error)
+        finally:
+            if pushed:
+                device.leave()
         device.woke_up(self, point)
         return point
 
@@ -378,13 +267,18 @@ class CudaStream:
 
     def mark_start(self) -> Event | None:
         """On an idle stream an event, so that the next work's device time can be told."""
-        self.settle()
         device = self.device
+        if self._inflight:
+            self.settle()
         if self._inflight or device.loss() is not None:
             return None
-        with device.current():
-            event = Event(device.driver)
+        pushed = device.enter()
+        try:
+            event = Event(device.driver, device.event_flags)
             code = device.driver.calls["event_record"](event.handle, self.handle)
+        finally:
+            if pushed:
+                device.leave()
         return None if code else event
 
     def _record(

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aengine.device.completions import LoopPort
-from aengine.device.driver import STREAM_NON_BLOCKING
 
 if TYPE_CHECKING:
     from collections.abc import Generator
     from types import ModuleType
 
     from aengine.device.cuda import CudaDevice
-    from aengine.device.cuda_stream import CudaCompletion, CudaStream
+    from aengine.device.cuda_point import CudaCompletion
+    from aengine.device.cuda_stream import CudaStream
 
 
 CONTENDED = 1_000_000
@@ -38,12 +38,12 @@ SEEN_AT_ONCE = 3_000
 """A spin that sees its word this soon (ns) came too late to say when it was written."""
 
 
-@dataclass(slots=True)
-class _Lane:
-    """A side stream on which one host function at a time waits for a point."""
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """A point that a host function on a side stream stands behind."""
 
-    handle: int
-    awaits: CudaCompletion | None = None
+    point: CudaCompletion
+    lane: int | None
 
 
 class CudaPort(LoopPort):
@@ -61,8 +61,7 @@ class CudaPort(LoopPort):
         self.turn_ns = time.perf_counter_ns()
         self._due: list[tuple[int, int, asyncio.Future[None]]] = []
         self._count = 0
-        self._lanes: dict[CudaStream, list[_Lane]] = {}
-        self._by_ticket: dict[int, tuple[CudaStream, _Lane]] = {}
+        self._watched: dict[int, _Watched] = {}
         self._timer = None if native is None else native.Timer()
         if self._timer is not None:
             loop.add_reader(self._timer.fileno(), self._time_passed)
@@ -91,30 +90,23 @@ class CudaPort(LoopPort):
         """See to it that this loop looks at the stream once `point` was passed."""
         if self._bell is None:
             return  # the notifier threads of the pure-Python way look after every point
-        lanes = self._lanes.setdefault(point.stream, [])
-        for lane in lanes:
-            if lane.awaits is not None and not _later(lane.awaits, point):
+        stream, device = point.stream, self._device
+        for watched in self._watched.values():
+            if watched.point.stream is stream and not _later(watched.point, point):
                 return  # will come no later, and then looks for who else waits
-        device = self._device
         with device.current():
-            lane_or_none = next((lane for lane in lanes if lane.awaits is None), None)
-            if lane_or_none is None:
-                handle = device.driver.make("stream_create", STREAM_NON_BLOCKING, 0)
-                lane_or_none = _Lane(handle)
-                lanes.append(lane_or_none)
-            lane = lane_or_none
-            lane.awaits = point
+            lane = stream.take_lane()
             self._count += 1
-            self._by_ticket[self._count] = (point.stream, lane)
             ticket = self._bell.ticket(self._count)
-            code = device.driver.calls["stream_wait"](lane.handle, point.event.handle, 0)
+            code = device.driver.calls["stream_wait"](lane, point.event.handle, 0)
             post = device.reactor.native.post_address if device.reactor.native else 0
-            code = code or device.driver.calls["launch_host"](lane.handle, post, ticket)
+            code = code or device.driver.calls["launch_host"](lane, post, ticket)
         if code:
             self._bell.discard(ticket)
-            del self._by_ticket[self._count]
-            lane.awaits = None
+            stream.return_lane(lane)
             device.note_error(code)
+        else:
+            self._watched[self._count] = _Watched(point, lane)
 
     def detach(self) -> None:
         timer, self._timer = self._timer, None
@@ -124,21 +116,26 @@ class CudaPort(LoopPort):
         super().detach()
 
     def _ticket_came(self, number: int) -> None:
-        stream, lane = self._by_ticket.pop(number)
-        lane.awaits = None
+        watched = self._watched.pop(number)
+        stream = watched.point.stream
+        if watched.lane is not None:
+            stream.return_lane(watched.lane)
         stream.settle()
         for point in stream.pending:
             if any(port is self for port in list(point._waiters.values())):
                 self.watch(point)
                 return
 
-    def lanes_of(self, stream: CudaStream) -> list[int]:
-        """Forget `stream`; the handles of its side streams, for the device to destroy."""
-        return [lane.handle for lane in self._lanes.pop(stream, [])]
+    def forget(self, stream: CudaStream) -> None:
+        """The stream ends: its side streams go back to it, whatever they still have to say."""
+        for number, watched in list(self._watched.items()):
+            if watched.point.stream is stream and watched.lane is not None:
+                stream.return_lane(watched.lane)
+                self._watched[number] = _Watched(watched.point, None)
 
 
 def wait_for(point: CudaCompletion, port: CudaPort) -> Generator[Any, None, None]:
-    """Wait until `point` is done, by the policy of its device. Returns once it has fired."""
+    """Wait until `point` is done, by the policy of its device."""
     stream, device = point.stream, point.stream.device
     policy, counters = device.policy, device.reactor.counters
     spun, may_spin = False, device.reactor.native is not None and stream.word is not None
@@ -163,7 +160,6 @@ def wait_for(point: CudaCompletion, port: CudaPort) -> Generator[Any, None, None
             yield from _sleep(point, port, begin)
     if spun:
         counters.add("waits_spun")
-    stream.settle()
 
 
 def _turn_interval(device: CudaDevice) -> int:

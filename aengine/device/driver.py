@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 NOT_READY = 600
 STREAM_NON_BLOCKING = 1
 EVENT_DEFAULT = 0
+EVENT_BLOCKING_SYNC = 1
+"""A thread that waits for the event sleeps; without it, it spins."""
 HOST_ALLOC_PORTABLE_MAPPED = 3
 STICKY = frozenset({4, 46, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721})
 """Results after which the context is of no more use (illegal address, launch failure, ECC ...)."""
@@ -164,9 +166,13 @@ class Event:
 
     __slots__ = ("_driver", "handle")
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, flags: int = EVENT_DEFAULT) -> None:
         self._driver = driver
-        self.handle = driver.make("event_create", EVENT_DEFAULT)
+        handle = ctypes.c_void_p()
+        code = driver.calls["event_create"](ctypes.byref(handle), flags)
+        self.handle = handle.value or 0
+        if code:
+            driver.check(code, "cuEventCreate")
 
     def __del__(self) -> None:
         handle = getattr(self, "handle", 0)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aengine.device.cuda_stream import CudaCompletion, CudaStream
+    from aengine.device.cuda_point import CudaCompletion
+    from aengine.device.cuda_stream import CudaStream
 
 
 class Notifier:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import shutil
 import subprocess
 import threading
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from aengine.device import Device, Stream
+
+# A gate holds up its stream's hardware queue. With the default of 8 queues other streams of a test
+# may share it and wait too.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 FAKE_CUDA = Path(__file__).with_name("fake_cuda.c")
 KINDS = [

@@ -1,0 +1,57 @@
+"""Launch lists: a steady step as a handful of driver calls with the GIL held (law 11)."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from aengine.errors import DeviceError
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from aengine.device.completions import HostCompletion
+    from aengine.device.cuda_stream import CudaStream
+    from aengine.device.driver import Event
+
+
+class PreparedLaunch:
+    """A list of driver calls that ends in a record, made in one go with the GIL held (law 11).
+
+    Made by `CudaStream.prepare`. One list must not run while it runs.
+    """
+
+    def __init__(
+        self, stream: CudaStream, calls: Sequence[tuple[int, tuple[int, ...]]], key: Hashable
+    ) -> None:
+        driver = stream.device.driver
+        native = stream.device.reactor.native
+        if native is None or not stream.writes_flags:
+            raise DeviceError("launch lists need the extension and stream memory operations")
+        self._stream = stream
+        self._key = key
+        record = (driver.address("cuEventRecord"), (0, stream.handle))
+        write = (driver.address("cuStreamWriteValue32_v2"), (stream.handle, stream.word_on_device))
+        count = len(calls)
+        self._list = native.LaunchList((*calls, record, write), ((count, 0), (count + 1, 2)))
+
+    def launch(self, *holds: object) -> HostCompletion:
+        """Make the calls and record.
+
+        Args:
+            holds: kept alive until the device has passed the record.
+
+        Returns:
+            The record. It has failed already if a call did (what was called before that stays
+            enqueued) or the device is lost.
+        """
+        stream, start = self._stream, time.perf_counter_ns()
+        start_event = stream.mark_start()
+        return stream.record_after(self._run, self._key, holds, start, start_event)
+
+    def _run(self, event: Event, sequence: int) -> None:
+        code = self._list.run(event.handle, sequence)
+        if code:
+            device = self._stream.device
+            device.note_error(code)
+            device.driver.check(code, f"call {self._list.failed_call} of a launch list")

@@ -157,7 +157,7 @@ class ModelConfig:
             ModelLoadError: a key is missing, or the architecture or its value is unsupported.
         """
         arch = metadata.get("general.architecture")
-        if arch not in GGUF_ARCHITECTURES:
+        if not isinstance(arch, str) or arch not in GGUF_ARCHITECTURES:
             raise ModelLoadError(
                 f"the GGUF file has general.architecture={arch!r}: supported are "
                 f"{', '.join(sorted(GGUF_ARCHITECTURES))}"

@@ -11,6 +11,7 @@ Source: the GGUF specification of the ggml project (versions 2 and 3, little-end
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,17 +71,18 @@ def read_gguf(path: Path) -> GGUFFile:
             raise ModelLoadError(
                 f"{path} has {path.stat().st_size} bytes: too short to be a GGUF file"
             )
-        # Copy on write: the pages stay the file's own, and torch accepts them without a warning.
-        mapped = np.memmap(path, dtype=np.uint8, mode="c")
+        with path.open("rb") as file:
+            # Copy on write: the pages stay the file's own, and torch takes them without a warning.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}") from error
     return _Parser(path, mapped).parse()
 
 
 class _Parser:
-    def __init__(self, path: Path, mapped: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def __init__(self, path: Path, mapped: mmap.mmap) -> None:
         self._path = path
-        self._mapped = mapped
+        self._array = np.frombuffer(mapped, dtype=np.uint8)
         self._view = memoryview(mapped)
         self._size = len(mapped)
         self._at = 0
@@ -148,7 +150,7 @@ class _Parser:
                 f"{self._path} is truncated: the tensor {name!r} ends at byte {end}, "
                 f"the file has {self._size}"
             )
-        data = self._mapped[begin:end].view(np.ndarray).reshape(rows, row_bytes)
+        data = self._array[begin:end].reshape(rows, row_bytes)
         return GGUFTensor(name, shape, tensor_type.name, data)
 
     def _value(self, kind: int, key: str, depth: int) -> Any:

@@ -1,0 +1,146 @@
+"""From named checkpoint tensors to a model's own: sharded, converted, and strictly accounted for.
+
+A `WeightReader` is asked for every tensor that a family wants. It never loads partially in silence:
+`finish()` raises one error that lists what was missing, misshapen or left over.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from aengine.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from aengine.model.parallel import Shard
+
+_LISTED = 12
+"""Names that an error lists of each kind before it only counts."""
+
+_DUMMY_STD = 0.02
+
+
+class Weight(Protocol):
+    """A checkpoint's tensor, as `aengine.model.weights` gives it."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def dequantize(self) -> Any: ...
+
+
+Weights = "Mapping[str, Weight | torch.Tensor]"
+
+
+class WeightReader:
+    """Hands out tensors by their Hugging Face names.
+
+    Args:
+        weights: name -> tensor; None makes random ones (`load_format="dummy"`): reproducible for a
+            seed, whatever the order of reading and the shard.
+        dtype, device: of the tensors handed out.
+        seed: of the random weights.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Weight | torch.Tensor] | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int = 0,
+    ) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._weights = weights
+        self._seed = seed
+        self._used: set[str] = set()
+        self._missing: list[str] = []
+        self._misshapen: list[str] = []
+
+    def matrix(
+        self, name: str, shape: tuple[int, ...], *, dim: int = 0, shard: Shard | None = None
+    ) -> torch.Tensor:
+        """The tensor `name` of the full `shape`, or its `shard` along `dim`."""
+        full = self._full(name, shape)
+        if shard is not None:
+            full = full.narrow(dim, shard.start, shard.size)
+        # A clone, where nothing was converted: the model must not alias the caller's tensors.
+        return full.to(self.device, self.dtype, copy=True).contiguous()
+
+    def merged(
+        self, parts: Sequence[tuple[str, tuple[int, ...], Shard | None]], *, dim: int = 0
+    ) -> torch.Tensor:
+        """Several tensors, each sharded along `dim`, stacked along it."""
+        return torch.cat([self.matrix(n, s, dim=dim, shard=h) for n, s, h in parts], dim)
+
+    def vector(self, name: str, size: int, *, shard: Shard | None = None) -> torch.Tensor:
+        """A bias."""
+        return self.matrix(name, (size,), shard=shard)
+
+    def norm(
+        self, name: str, size: int, *, offset: float = 0.0, shard: Shard | None = None
+    ) -> torch.Tensor:
+        """A norm's weight plus `offset`, in float32 whatever the model's dtype."""
+        if self._weights is None:
+            full = torch.ones(size)
+        else:
+            full = self._full(name, (size,)).float() + offset
+        if shard is not None:
+            full = full[shard.start : shard.stop]
+        return full.to(self.device, torch.float32, copy=True)
+
+    def ignore(self, *names: str) -> None:
+        """These may be in the checkpoint and are not needed."""
+        self._used.update(names)
+
+    def finish(self) -> None:
+        """Check that everything was there and everything was used.
+
+        Raises:
+            ModelLoadError: lists the missing, misshapen and unexpected tensors.
+        """
+        left = [] if self._weights is None else [n for n in self._weights if n not in self._used]
+        unexpected = [name for name in left if not name.endswith(".rotary_emb.inv_freq")]
+        kinds = {
+            "missing": self._missing,
+            "misshapen": self._misshapen,
+            "unexpected": unexpected,
+        }
+        problems = [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+        if problems:
+            raise ModelLoadError("the weights do not fit the model; " + "; ".join(problems))
+
+    def _full(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if self._weights is None:
+            return self._random(name, shape)
+        self._used.add(name)
+        weight = self._weights.get(name)
+        if weight is None:
+            self._missing.append(name)
+            return self._placeholder(shape)
+        if tuple(weight.shape) != shape:
+            self._misshapen.append(f"{name} is {list(weight.shape)} instead of {list(shape)}")
+            return self._placeholder(shape)
+        if isinstance(weight, torch.Tensor):
+            return weight
+        return torch.as_tensor(weight.dequantize())
+
+    def _placeholder(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Stands for a tensor that `finish` will complain about; takes no memory."""
+        return torch.zeros(1).expand(shape)
+
+    def _random(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        generator = torch.Generator(self.device)
+        generator.manual_seed((self._seed << 32) + zlib.crc32(name.encode()))
+        full = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return full.normal_(std=_DUMMY_STD, generator=generator)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more

@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from aengine.batch import TokenLogprobs
 from aengine.config import SchedulerConfig
 from aengine.policy.scheduler import RowUpdate, Scheduler
 from aengine.request import FinishReason, Request, SamplingParams
@@ -34,6 +35,11 @@ def solo(
         if tokens[-1] in end_token_ids:
             break
     return tokens[len(prompt) :]
+
+
+def logprob(history: Sequence[int], token: int) -> TokenLogprobs:
+    """The scripted model's opinion of a token."""
+    return TokenLogprobs(token_id=token, logprob=-float(SCRIPT(history)), rank=1)
 
 
 def request(seq_id: int, prompt: Sequence[int], max_tokens: int = 4, **fields: object) -> Request:
@@ -89,13 +95,16 @@ class Bench:
         self.num_blocks = num_blocks
         self.now = 0.0
         self.in_flight: deque[Launched] = deque()
+        self.requests: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = {}
+        self.forced: set[tuple[int, int]] = set()
         self.updates: list[RowUpdate] = []
         self.ended: dict[int, FinishReason] = {}
 
     def add(self, request: Request) -> None:
         """Submit."""
         self.scheduler.add(request, self.now)
+        self.requests[request.seq_id] = request
         self.tokens[request.seq_id] = []
 
     def launch(self) -> StepPlan | None:
@@ -106,6 +115,7 @@ class Bench:
             return None
         self.check_plan(plan)
         result = self.launcher.run(plan).to_host()
+        result.prompt_logprobs = {row: self._speak(plan, row) for row in plan.prompt_logprob_rows}
         blocks = {
             int(block)
             for row in range(plan.num_rows)
@@ -113,6 +123,24 @@ class Bench:
         }
         self.in_flight.append(Launched(plan, result, blocks))
         return plan
+
+    def _speak(self, plan: StepPlan, row: int) -> list[TokenLogprobs]:
+        """Log-probabilities of prompt tokens that depend on everything before them in the cache."""
+        prompt = self.requests[plan.seq_ids[row]].prompt_token_ids
+        start, stop = int(plan.starts[row]), int(plan.starts[row] + plan.lengths[row])
+        table = plan.block_tables[row, : plan.num_blocks[row]]
+        seen = self.launcher._kv[table].reshape(-1).tolist()
+        last = min(stop, len(prompt) - 1)
+        return [logprob(seen[: p + 1], prompt[p + 1]) for p in range(start, last)]
+
+    def force(self, seq_id: int, token_ids: list[int]) -> bool:
+        """Append tokens without sampling."""
+        at = len(self.tokens[seq_id])
+        if not self.scheduler.append_forced(seq_id, token_ids):
+            return False
+        self.tokens[seq_id] += token_ids
+        self.forced |= {(seq_id, at + i) for i in range(len(token_ids))}
+        return True
 
     def settle(self) -> list[RowUpdate]:
         """Settle the oldest launched step."""
@@ -147,8 +175,11 @@ class Bench:
     def run(self, most_steps: int = 2_000) -> None:
         """Go on until nothing is left to do."""
         for _ in range(most_steps):
+            idle = not self.in_flight
             plan = self.step()
-            if plan is None and not self.in_flight and not self.scheduler.has_work:
+            if plan is None and idle:
+                stats = self.scheduler.stats()
+                assert not self.scheduler.has_work, f"nothing goes on, nothing comes: {stats}"
                 return
             self.now += 0.01
         raise AssertionError(f"no end after {most_steps} steps: {self.scheduler.stats()}")
@@ -197,6 +228,32 @@ class Bench:
                 assert not shared or (mine and owner == {step.plan.seq_ids[row]}), (
                     f"blocks {shared} are written while step {step.plan.step_id} may touch them"
                 )
+
+    def check_outputs(self) -> None:
+        """Every token is what the model says after the tokens before it; every end has a cause."""
+        for seq_id, tokens in self.tokens.items():
+            request = self.requests[seq_id]
+            history = list(request.prompt_token_ids)
+            for index, token in enumerate(tokens):
+                if (seq_id, index) not in self.forced:
+                    assert token == SCRIPT(history), f"token {index} of sequence {seq_id}"
+                history.append(token)
+            reason = self.ended.get(seq_id)
+            if reason is FinishReason.STOP:
+                assert tokens[-1] in request.end_token_ids
+                assert len(tokens) >= request.params.min_tokens
+            elif reason is FinishReason.LENGTH:
+                assert len(tokens) == request.max_tokens
+            for index, token in enumerate(tokens[:-1]):
+                sampled = (seq_id, index) not in self.forced
+                if sampled and index + 1 >= request.params.min_tokens:
+                    assert token not in request.end_token_ids or request.params.ignore_eos
+        for update in self.updates:
+            request = update.request
+            if update.first and request.params.prompt_logprobs is not None:
+                prompt = request.prompt_token_ids
+                wanted = [logprob(prompt[:i], prompt[i]) for i in range(1, len(prompt))]
+                assert update.prompt_logprobs == (None, *wanted)
 
     def check_empty(self) -> None:
         """Nothing lives: all blocks are free or cached."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from aengine.errors import ModelLoadError
 from aengine.model.rope_scaling import rope_frequencies
 
 if TYPE_CHECKING:
@@ -90,6 +91,26 @@ class DecoderSpec:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+
+
+def activation_of(config: ModelConfig) -> Activation:
+    """The gate's activation.
+
+    Raises:
+        ModelLoadError: one that no kernel computes.
+    """
+    names: dict[str, Activation] = {
+        "silu": "silu",
+        "swish": "silu",
+        "gelu": "gelu",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "gelu_tanh": "gelu_tanh",
+    }
+    if config.hidden_act not in names:
+        raise ModelLoadError(
+            f"the activation {config.hidden_act!r} is not supported; known are {', '.join(names)}"
+        )
+    return names[config.hidden_act]
 
 
 def global_rope(config: ModelConfig, max_model_len: int) -> Mapping[str, RopeFrequencies]:

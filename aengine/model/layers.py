@@ -13,27 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from aengine.kernels.moe import route
-
 if TYPE_CHECKING:
     from aengine.kernels.attention import KVLayer
     from aengine.kernels.ops import Ops
     from aengine.model.attention import AttentionBackend
     from aengine.model.batch import ForwardBatch
-    from aengine.model.decoder import DecoderSpec, LayerSpec, MoeSpec
+    from aengine.model.decoder import DecoderSpec, LayerSpec
     from aengine.model.loading import WeightReader
     from aengine.model.parallel import ParallelConfig, Shard
-
-
-class Linear:
-    """`x @ weight.T + bias`, weight [outputs, inputs] as checkpoints store it."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.weight = weight
-        self.bias = bias
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
 
 
 class VocabEmbedding:
@@ -165,14 +152,12 @@ class Attention:
         )
         self._q_norm = self._k_norm = None
         if spec.qk_norm is not None:
-            args = spec, parallel
             self._q_norm = QkNorm(
                 reader, f"{prefix}.q_norm.weight", spec, q_heads, config.num_heads, parallel
             )
             self._k_norm = QkNorm(
                 reader, f"{prefix}.k_norm.weight", spec, kv_heads, config.num_kv_heads, parallel
             )
-            del args
 
     def __call__(
         self,
@@ -184,9 +169,7 @@ class Attention:
     ) -> torch.Tensor:
         """[T, K] -> [T, K]."""
         sizes = [count * self._dim for count in (self._heads, self._kv_heads, self._kv_heads)]
-        q, k, v = (
-            part.unflatten(-1, (-1, self._dim)) for part in self.qkv(x).split(sizes, dim=-1)
-        )
+        q, k, v = (part.unflatten(-1, (-1, self._dim)) for part in self.qkv(x).split(sizes, dim=-1))
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._q_norm(q, ops), self._k_norm(k, ops)
         q = backend.write(q, k, v, self._cos_sin, batch, kv)

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from aengine.errors import ModelLoadError
+from aengine.model.linear import Linear
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from aengine.model.parallel import Shard
+    from aengine.model.parallel import ParallelConfig, Shard
 
 _LISTED = 12
 """Names that an error lists of each kind before it only counts."""
@@ -93,6 +94,59 @@ class WeightReader:
         if shard is not None:
             full = full[shard.start : shard.stop]
         return full.to(self.device, torch.float32, copy=True)
+
+    def merged_linear(
+        self,
+        prefix: str,
+        rows: Mapping[str, tuple[int, Shard]],
+        inputs: int,
+        bias: bool,
+        merged: str | None = None,
+    ) -> Linear:
+        """Projections of one input as one matrix, each sharded by its outputs.
+
+        Args:
+            prefix: of the names.
+            rows: name -> (outputs of all ranks, this rank's).
+            inputs: width of the input.
+            bias: whether the projections have one.
+            merged: the name, where the checkpoint stores them as one matrix already.
+        """
+        if merged is None:
+            parts = [(f"{prefix}.{n}.weight", (size, inputs), s) for n, (size, s) in rows.items()]
+            weight = self.merged(parts)
+            biases = [(f"{prefix}.{n}.bias", (size,), s) for n, (size, s) in rows.items()]
+            return Linear(weight, self.merged(biases) if bias else None)
+        total = sum(size for size, _ in rows.values())
+        weight = self._pick(self.matrix(f"{prefix}.{merged}.weight", (total, inputs)), rows)
+        if not bias:
+            return Linear(weight)
+        return Linear(weight, self._pick(self.vector(f"{prefix}.{merged}.bias", total), rows))
+
+    def _pick(self, full: torch.Tensor, rows: Mapping[str, tuple[int, Shard]]) -> torch.Tensor:
+        """This rank's rows of a matrix that holds several projections."""
+        parts = full.split([size for size, _ in rows.values()])
+        picked = [
+            part.narrow(0, shard.start, shard.size)
+            for part, (_, shard) in zip(parts, rows.values(), strict=True)
+        ]
+        return torch.cat(picked)
+
+    def row_parallel(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        shard: Shard,
+        bias: bool,
+        parallel: ParallelConfig,
+    ) -> Linear:
+        """A projection sharded by its inputs; the ranks' outputs are to be summed.
+
+        Every rank reads the bias and only the first adds it, so the sum has it once.
+        """
+        weight = self.matrix(f"{name}.weight", shape, dim=1, shard=shard)
+        added = self.vector(f"{name}.bias", shape[0]) if bias else None
+        return Linear(weight, added if parallel.rank == 0 else None)
 
     def ignore(self, *names: str) -> None:
         """These may be in the checkpoint and are not needed."""

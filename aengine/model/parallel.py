@@ -7,7 +7,7 @@ embedding and head hold a slice of the vocabulary. Source: Shoeybi et al., "Mega
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from aengine.errors import ConfigError
@@ -80,6 +80,10 @@ class Shard:
     def size(self) -> int:
         return self.stop - self.start
 
+    def times(self, width: int) -> Shard:
+        """The same share, counted in parts of `width` (heads to columns)."""
+        return Shard(self.start * width, self.stop * width)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
@@ -95,7 +99,7 @@ class ParallelConfig:
 
     rank: int = 0
     world_size: int = 1
-    collectives: Collectives = NoCollectives()
+    collectives: Collectives = field(default_factory=NoCollectives)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -134,3 +138,11 @@ class ParallelConfig:
         """This rank's rows of embedding and head; the last ranks may hold fewer, or none."""
         share = -(-count // self.world_size)
         return Shard(min(self.rank * share, count), min((self.rank + 1) * share, count))
+
+    def split_vocab_share(self, count: int) -> int:
+        """Rows of the vocabulary that every rank's shard is padded to for a gather."""
+        return -(-count // self.world_size)
+
+    def copies(self, heads: int) -> int:
+        """How many ranks hold each head: more than one where heads are fewer than ranks."""
+        return max(1, self.world_size // heads)

@@ -61,7 +61,9 @@ PRE_TOKENIZERS: Mapping[str, tuple[str, ...]] = {
 }
 """Name (`tokenizer.ggml.pre`) -> the expressions that split a text, applied one after another."""
 
-_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken"})
+_WHOLE_WORDS = frozenset(
+    {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken"}
+)
 """Pre-tokenizers whose models take a word that is in the vocabulary whole, without merging."""
 _ADDS_BOS = _WHOLE_WORDS
 """Those whose models begin a text with the bos token where the file does not say."""
@@ -95,13 +97,13 @@ def _byte_level(metadata: Mapping[str, Any]) -> FastTokenizer:
     merges = [tuple(merge.split(" ")) for merge in _strings(metadata, "merges")]
     bad = next((merge for merge in merges if len(merge) != 2), None)
     if bad is not None:
-        raise ModelLoadError(f"the GGUF file has the merge {' '.join(bad)!r}: two tokens are needed")
+        raise ModelLoadError(
+            f"the GGUF file has the merge {' '.join(bad)!r}: two tokens are needed"
+        )
     library = LibraryTokenizer(
         _bpe(tokens, merges, ignore_merges=name in _WHOLE_WORDS)  # type: ignore[arg-type]
     )
-    splits = [
-        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[name]
-    ]
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[name]]
     library.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )

@@ -128,6 +128,9 @@ class PrefixCache:
         """A sequence that ended at this node has released it: it was used just now."""
         self._clock += 1
         now = self._clock
+        # A node that failed is gone, and what it hung on may be a leaf now.
+        while not node.linked and node.parent is not None:
+            node = node.parent
         self._offer_at(node, now)
         above: Node | None = node
         while above is not None:

@@ -183,3 +183,18 @@ def test_a_hot_prefix_does_not_grow_the_candidates_for_ever() -> None:
     assert len(cache._idle) < 100
     cache.evict(4)
     assert pool.num_free == 4
+
+
+def test_what_a_failed_block_hung_on_can_be_evicted() -> None:
+    pool = BlockPool(4)
+    cache = PrefixCache(pool, block_size=BLOCK)
+    table = BlockTable()
+    pool.extend(table, 2)
+    above = cache.insert(cache.root(None), pack([1, 1]), table[0], 0)
+    failed = cache.insert(above, pack([2, 2]), table[1], 1)
+    cache.fail(failed)
+    pool.release(table, 0)
+    cache.touch(failed)
+    assert (pool.num_free, pool.num_cached) == (3, 1)
+    cache.evict(4)
+    assert pool.num_free == 4

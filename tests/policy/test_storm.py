@@ -1,0 +1,114 @@
+"""The storm: random everything on a small pool, seed by seed; every seed can be run again alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from aengine.batch import StepResult
+from aengine.request import FinishReason
+from tests.policy.harness import VOCAB, Bench, request
+
+
+def storm(seed: int) -> Bench:
+    """One storm to its end, all oracles on."""
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 2, 4, 16])
+    num_blocks = rng.randint(8, 64)
+    max_num_seqs = rng.randint(1, 8)
+    bench = Bench(
+        num_blocks=num_blocks,
+        max_model_len=128,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=rng.randint(max_num_seqs, 40),
+        max_steps_in_flight=rng.randint(1, 4),
+        enable_prefix_cache=rng.random() < 0.8,
+    )
+    capacity = min(num_blocks * block_size, 127)
+    stems = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(2)]
+    held: set[int] = set()
+    for seq_id in range(1, rng.randint(10, 30)):
+        tail = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 10))]
+        prompt = (rng.choice(stems)[: rng.randrange(40)] + tail)[-capacity:]
+        room = min(capacity + 1, 128) - len(prompt)
+        bench.add(
+            request(
+                seq_id,
+                prompt,
+                min(rng.randint(1, 30), room),
+                priority=rng.randint(0, 2),
+                deadline=bench.now + rng.uniform(0.5, 3) if rng.random() < 0.2 else None,
+                end_token_ids=frozenset(rng.sample(range(VOCAB), rng.randint(0, 3))),
+                prompt_logprobs=0 if rng.random() < 0.1 else None,
+            )
+        )
+        for _ in range(rng.randrange(12)):
+            _weather(bench, rng, held)
+    for seq_id in held:
+        bench.scheduler.unhold(seq_id)
+    bench.run()
+    assert set(bench.ended) == set(bench.tokens)
+    bench.check_empty()
+    bench.check_outputs()
+    return bench
+
+
+def _weather(bench: Bench, rng: random.Random, held: set[int]) -> None:
+    """One thing that happens."""
+    live = sorted(set(bench.tokens) - set(bench.ended))
+    bench.now += 0.02
+    for seq_id in bench.scheduler.expire(bench.now):
+        bench.ended[seq_id] = FinishReason.DEADLINE
+    roll = rng.random()
+    if roll < 0.45:
+        bench.launch()
+    elif roll < 0.85:
+        if bench.in_flight:
+            if rng.random() < 0.02:
+                fail_oldest(bench)
+            bench.settle()
+    elif roll < 0.89 and live:
+        bench.finish(rng.choice(live))
+    elif roll < 0.92 and live:
+        held.add(rng.choice(live))
+        for seq_id in held:
+            bench.scheduler.hold(seq_id)
+    elif roll < 0.95 and held:
+        seq_id = held.pop()
+        bench.scheduler.unhold(seq_id)
+    elif live and rng.random() < 0.5:
+        bench.force(rng.choice(live), [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))])
+
+
+def fail_oldest(bench: Bench) -> None:
+    """The oldest step in flight turns out to have failed as a whole: it wrote nothing."""
+    step = bench.in_flight[0]
+    failed = StepResult(
+        step_id=step.plan.step_id,
+        token_ids=[0] * int(step.plan.samples.sum()),
+        errors={row: RuntimeError("the step failed") for row in range(step.plan.num_rows)},
+    )
+    bench.in_flight[0] = replace(step, result=failed)
+
+
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_storm(first: int) -> None:
+    preemptions = sum(
+        storm(seed).scheduler.stats().preemptions for seed in range(first, first + 20)
+    )
+    assert preemptions, "these storms put no pressure on memory"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_storm_for_five_minutes() -> None:
+    until = time.monotonic() + 300
+    for seed in itertools.count(1000):
+        storm(seed)
+        if time.monotonic() > until:
+            break

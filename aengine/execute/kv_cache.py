@@ -84,11 +84,7 @@ def size_cache(
         OutOfMemoryError: not even one sequence of `max_model_len` fits; the hint says what would.
     """
     per_sequence = -(-max_model_len // spec.block_size)
-    if config.memory is not None:
-        budget = config.memory
-    else:
-        fraction = CPU_DEFAULT_FRACTION if config.fraction is None else config.fraction
-        budget = int(free_bytes * fraction)
+    budget = _budget(config, free_bytes)
     blocks = min(budget // spec.bytes_per_block, per_sequence * max_num_seqs)
     if blocks < per_sequence:
         fits = blocks * spec.block_size
@@ -107,6 +103,19 @@ def size_cache(
             hint=f"max_model_len={max(fits, 2)}",
         )
     return blocks
+
+
+def fit_context(spec: KVCacheSpec, config: KVCacheConfig, *, free_bytes: int, longest: int) -> int:
+    """The longest context, up to the model's, of which one sequence fits the cache's budget."""
+    fits = _budget(config, free_bytes) // spec.bytes_per_block * spec.block_size
+    return max(2, min(longest, fits))
+
+
+def _budget(config: KVCacheConfig, free_bytes: int) -> int:
+    if config.memory is not None:
+        return config.memory
+    fraction = CPU_DEFAULT_FRACTION if config.fraction is None else config.fraction
+    return int(free_bytes * fraction)
 
 
 def _mib(count: int) -> str:

@@ -173,10 +173,10 @@ class WeightReader:
         if self._weights is None:
             return self._random(name, shape)
         self._used.add(name)
-        weight = self._weights.get(name)
-        if weight is None:
+        if name not in self._weights:
             self._missing.append(name)
             return self._placeholder(shape)
+        weight = self._weights[name]
         if tuple(weight.shape) != shape:
             self._misshapen.append(f"{name} is {list(weight.shape)} instead of {list(shape)}")
             return self._placeholder(shape)

@@ -1,0 +1,109 @@
+"""`load_parts`: how a real engine gets its parts. Each piece of work in its own thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from aengine.device.cpu import CpuDevice
+from aengine.engine.grammars import Grammars
+from aengine.engine.parts import EngineParts
+from aengine.engine.text_thread import TextThread
+from aengine.errors import AEngineError, ConfigError, DeviceError
+from aengine.policy.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from aengine.config import EngineConfig
+    from aengine.device.protocols import Device
+    from aengine.execute.loader import LoadedModel
+    from aengine.model.chat import ChatTemplate
+    from aengine.model.files import LoadedFiles
+    from aengine.model.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """A model's text side, as `prompts` wants it."""
+
+    tokenizer: Tokenizer
+    chat: ChatTemplate
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a conversation."""
+        return self.chat.render(messages)
+
+
+async def load_parts(
+    config: EngineConfig, on_progress: Callable[[str, int, int], None]
+) -> EngineParts:
+    """Find, fetch if needed, and load a model.
+
+    Raises:
+        ModelLoadError, ConfigError, OutOfMemoryError: it cannot be served; the message says why.
+    """
+    text_thread = TextThread("aengine-text")
+    device: Device | None = None
+    try:
+        files = await text_thread.run(_open, config.model, on_progress)
+        device = _device(config)
+        stream = device.stream("forward")
+        on_progress("load", 0, 1)
+        try:
+            model = await stream.launch(_load, config, files)
+        except DeviceError as error:
+            if isinstance(error.__cause__, AEngineError):
+                raise error.__cause__ from error.__cause__.__cause__
+            raise
+        on_progress("load", 1, 1)
+    except BaseException:
+        text_thread.close()
+        if device is not None:
+            device.close()
+        raise
+    return EngineParts(
+        model_name=config.model,
+        scheduler=Scheduler(
+            config.scheduler, num_blocks=model.num_blocks, max_model_len=model.max_model_len
+        ),
+        launcher=model.runner,
+        device=device,
+        forward_stream=stream,
+        codec=Codec(files.tokenizer, files.chat),
+        tokenizer=files.tokenizer,
+        end_token_ids=files.end_token_ids,
+        max_model_len=model.max_model_len,
+        text_thread=text_thread,
+        grammars=Grammars(files.tokenizer, files.end_token_ids, vocab_size=model.runner.vocab_size),
+    )
+
+
+def _open(model: str, on_progress: Callable[[str, int, int], None]) -> LoadedFiles:
+    # Imported where the work is done: these bring the tokenizer's and the format's libraries.
+    from aengine.model.files import open_model
+    from aengine.model.hub import resolve
+
+    return open_model(resolve(model, on_progress))
+
+
+def _device(config: EngineConfig) -> Device:
+    if config.device.startswith("cuda"):
+        raise ConfigError(f"device={config.device!r}: no CUDA device is supported yet")
+    return CpuDevice()
+
+
+def _load(config: EngineConfig, files: LoadedFiles) -> LoadedModel:
+    import torch
+
+    from aengine.execute.loader import load_model
+
+    return load_model(config, files, torch.device("cpu"))

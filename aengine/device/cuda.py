@@ -15,10 +15,9 @@ from aengine.device.cuda_wait import CudaPort
 from aengine.device.driver import (
     EVENT_BLOCKING_SYNC,
     EVENT_DEFAULT,
-    HOST_ALLOC_PORTABLE_MAPPED,
     NOT_READY,
+    PAGE,
     STICKY,
-    STREAM_NON_BLOCKING,
     Driver,
     Event,
     load_driver,
@@ -39,9 +38,9 @@ if TYPE_CHECKING:
 
     Guard = Callable[[int], AbstractContextManager[Any]]
 
-MAX_STREAMS = 64
 WORD_STRIDE = 64
 """Bytes between two streams' words: a cache line each."""
+MAX_STREAMS = PAGE // WORD_STRIDE
 
 
 class CudaReactor(Reactor):
@@ -92,8 +91,7 @@ class CudaDevice:
         # Without the extension threads block on events; let them sleep there, not spin.
         self.event_flags = EVENT_DEFAULT if self.reactor.native else EVENT_BLOCKING_SYNC
         self._close_timeout = close_timeout
-        self._handle = self.driver.device_handle(index)
-        self._context = self.driver.make("context_retain", self._handle)
+        self.context = self.driver.context(index)
         self._get_context = self.driver.calls["context_get"]
         self._streams: dict[int, CudaStream] = {}
         self._notifiers: dict[CudaStream, Notifier] = {}
@@ -103,9 +101,7 @@ class CudaDevice:
         self._free_words: list[int] = []
         if self.driver.can_write_flags:
             with self.current():
-                size = MAX_STREAMS * WORD_STRIDE
-                self._words = self.driver.make("host_alloc", size, HOST_ALLOC_PORTABLE_MAPPED)
-            ctypes.memset(self._words, 0, size)
+                self._words = self.driver.take_page()
             self._free_words = [self._words + i * WORD_STRIDE for i in range(MAX_STREAMS)]
         self._watchdog = Watchdog(self, self.name)
 
@@ -124,11 +120,13 @@ class CudaDevice:
         """
         self.check_open()
         with self.current():
-            handle = self.driver.make("stream_create", STREAM_NON_BLOCKING, priority)
-        return self._add(name, handle, owned=True)
+            handle = self.driver.take_stream(self.context, priority)
+        return self._add(name, handle, priority)
 
     def wrap_stream(self, name: str, handle: int) -> CudaStream:
-        """A stream that somebody else made (a green context's, torch's) and will destroy.
+        """A stream that somebody else made (a green context's, torch's) and owns.
+
+        Whoever destroys it must do so after the last pinned tensor that torch used on it is gone.
 
         Raises:
             DeviceError: as `stream`.
@@ -137,7 +135,7 @@ class CudaDevice:
         self.check_open()
         if handle in self._streams:
             raise ConfigError(f"{self._streams[handle]!r} has that handle already")
-        return self._add(name, handle, owned=False)
+        return self._add(name, handle, None)
 
     def mark_step(self, step_id: int | None) -> None:
         """Work launched from now on belongs to this engine step (for errors and the trace)."""
@@ -203,12 +201,18 @@ class CudaDevice:
                 self.leave()
 
     def enter(self) -> bool:
-        """Make the device's context current; whether that took a push, for `leave` to undo."""
+        """Make the device's context current; whether `leave` has to undo that.
+
+        A thread that has no context at all keeps this one, as with torch.
+        """
         current = ctypes.c_void_p()
         self._get_context(ctypes.byref(current))
-        if current.value == self._context:
+        if current.value == self.context:
             return False
-        self.driver.do("context_push", self._context)
+        if current.value is None:
+            self.driver.do("context_set", self.context)
+            return False
+        self.driver.do("context_push", self.context)
         return True
 
     def leave(self) -> None:
@@ -254,7 +258,7 @@ class CudaDevice:
                 self.look_for_loss()
         return busy and self._loss is None
 
-    def _add(self, name: str, handle: int, *, owned: bool) -> CudaStream:
+    def _add(self, name: str, handle: int, priority: int | None) -> CudaStream:
         if (loss := self.loss()) is not None:
             raise loss
         if handle in self._streams:
@@ -265,7 +269,7 @@ class CudaDevice:
                 raise DeviceError(f"{self.name} has {MAX_STREAMS} streams; no more are possible")
             word = self._free_words.pop()
         with self.current():
-            stream = CudaStream(self, name, handle, owned=owned, word=word)
+            stream = CudaStream(self, name, handle, priority=priority, word=word)
         self._streams[handle] = stream
         if self.reactor.native is None:
             self._notifiers[stream] = Notifier(stream)
@@ -278,18 +282,12 @@ class CudaDevice:
                     if isinstance(port, CudaPort):
                         port.forget(stream)
                 for lane in stream.take_idle_lanes():
-                    self.driver.calls["stream_destroy"](lane)
-                if stream.owned:
-                    self.driver.calls["stream_destroy"](stream.handle)
+                    self.driver.return_stream(lane, self.context)
+                if stream.priority is not None:
+                    self.driver.return_stream(stream.handle, self.context, stream.priority)
         # Not before the last waiter is gone: it may be looking at a stream's word right now.
-        release = weakref.finalize(self, _release, self.driver, self._handle, self._words)
-        release.atexit = False
-
-
-def _release(driver: Driver, device: int, words: int) -> None:
-    if words:
-        driver.calls["host_free"](words)
-    driver.calls["context_release"](device)
+        if self._words:
+            weakref.finalize(self, self.driver.return_page, self._words).atexit = False
 
 
 def torch_guard(index: int) -> Guard:

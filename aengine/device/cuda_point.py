@@ -90,9 +90,27 @@ class CudaCompletion(HostCompletion):
         self.stream.settle()
         return True
 
-    def _suspend(self, port: Any) -> Generator[Any, None, None]:
+    def __await__(self) -> Generator[Any, None, None]:
+        """Resume when the point was passed. Cancelling abandons the wait, nothing else.
+
+        Raises:
+            DeviceError: the work before the point failed.
+        """
+        counters = self._reactor.counters
+        counters.add("waits")
+        if self.done():
+            counters.add("waits_done_at_once")
+            self.check()
+            return
+        port = self._reactor.port()
         assert isinstance(port, CudaPort)
         yield from wait_for(self, port)
+        # Nothing more than this after a spin: it is what the wait costs. See `Spin`.
+        if self._state:
+            self._woken()
+            super().check()
+        elif self._waiters:
+            self.stream.settle_soon()
 
     def _passed_ns(self) -> int:
         return self.ended_ns or super()._passed_ns()

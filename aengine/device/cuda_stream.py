@@ -19,7 +19,7 @@ from aengine.device.completions import HostCompletion, lost
 from aengine.device.cpu import as_device_error, name_of, unwrap
 from aengine.device.cuda_launch import PreparedLaunch
 from aengine.device.cuda_point import CudaCompletion
-from aengine.device.driver import STREAM_NON_BLOCKING, Event
+from aengine.device.driver import Event
 from aengine.device.future import DeviceFuture
 from aengine.device.pace import Pace
 from aengine.errors import DeviceError
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from aengine.device.cuda import CudaDevice
+    from aengine.device.cuda_wait import Spin
     from aengine.device.protocols import Completion
 
 T = TypeVar("T")
@@ -38,11 +39,12 @@ class CudaStream:
     """An ordered queue of a CUDA device. Made by `CudaDevice.stream` or `wrap_stream`."""
 
     def __init__(
-        self, device: CudaDevice, name: str, handle: int, *, owned: bool, word: int | None
+        self, device: CudaDevice, name: str, handle: int, *, priority: int | None, word: int | None
     ) -> None:
         self.device = device
         self.handle = handle
-        self.owned = owned
+        self.priority = priority
+        """None: the handle is somebody else's."""
         self.pace = Pace()
         self._name = name
         self._word = word
@@ -55,10 +57,11 @@ class CudaStream:
         self._lock = threading.RLock()
         self._settling_soon = False
         self._stranded: list[object] = []
+        self.spins: deque[Spin] = deque()
         self._idle_lanes: list[int] = []
         if device.reactor.native is not None:
             # Now and not when somebody first waits: making a stream can stall behind running work.
-            self._idle_lanes.append(device.driver.make("stream_create", STREAM_NON_BLOCKING, 0))
+            self._idle_lanes.append(device.driver.take_stream(device.context))
 
     def __repr__(self) -> str:
         return f"<CudaStream {self._name!r} {self.handle:#x}>"
@@ -107,8 +110,12 @@ class CudaStream:
                 with device.guard(self.handle):
                     value = fn(*values)
             except BaseException as error:
-                failure = as_device_error(error, fn)
                 device.look_for_loss()
+                failure = device.loss()
+                if failure is None:
+                    failure = as_device_error(error, fn)
+                else:
+                    failure.__cause__ = error
         key = name_of(fn)
         if failure is not None:
             # Kernels that fn enqueued before it raised may still read what it was given.
@@ -175,6 +182,8 @@ class CudaStream:
     def settle(self) -> None:
         """Fire every point that was passed, oldest first."""
         with self._lock:
+            while self.spins:
+                self._learn_from(self.spins.popleft())
             while self._inflight:
                 point = self._inflight.popleft()
                 if not self.reached(point):
@@ -182,6 +191,16 @@ class CudaStream:
                     return
                 point.release(time.perf_counter_ns())
                 point.fire()
+
+    def _learn_from(self, spin: Spin) -> None:
+        clock, counters = self.device.clock, self.device.reactor.counters
+        counters.add("waits_spun")
+        if spin.reached:
+            counters.observe_wakeup(spin.back_ns - spin.seen_ns)
+        clock.regained(spin.back_ns - spin.seen_ns)
+        if spin.exact:
+            clock.anchor(spin.point.event, spin.seen_ns)
+            spin.point.ended_ns = spin.seen_ns
 
     def settle_soon(self) -> None:
         """Settle in the running loop's next turn; at once where no loop runs."""
@@ -201,14 +220,14 @@ class CudaStream:
         try:
             return self._idle_lanes.pop()
         except IndexError:
-            return self.device.driver.make("stream_create", STREAM_NON_BLOCKING, 0)
+            return self.device.driver.take_stream(self.device.context)
 
     def return_lane(self, handle: int) -> None:
         """The host function has run."""
         self._idle_lanes.append(handle)
 
     def take_idle_lanes(self) -> list[int]:
-        """All idle side streams, for the device to destroy."""
+        """All idle side streams, for the device to give back."""
         lanes, self._idle_lanes = self._idle_lanes, []
         return lanes
 
@@ -237,7 +256,7 @@ class CudaStream:
             with self._lock:
                 if (failure := device.loss()) is not None:
                     return self._failed(failure)
-                if self._inflight:
+                if self._inflight or self.spins:
                     self.settle()
                 sequence = (self._sequence + 1) % WRAP
                 event = Event(device.driver, device.event_flags)
@@ -268,7 +287,7 @@ class CudaStream:
     def mark_start(self) -> Event | None:
         """On an idle stream an event, so that the next work's device time can be told."""
         device = self.device
-        if self._inflight:
+        if self._inflight or self.spins:
             self.settle()
         if self._inflight or device.loss() is not None:
             return None

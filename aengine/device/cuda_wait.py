@@ -17,7 +17,7 @@ import asyncio
 import heapq
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aengine.device.completions import LoopPort
 
@@ -44,6 +44,24 @@ class _Watched:
 
     point: CudaCompletion
     lane: int | None
+
+
+class Spin(NamedTuple):
+    """A wait in the extension, as its stream learns of it."""
+
+    point: CudaCompletion
+    began_ns: int
+    """When it began to spin."""
+    seen_ns: int
+    """When the word was seen, or the wait given up."""
+    back_ns: int
+    """When the thread had the GIL again."""
+    reached: bool = True
+
+    @property
+    def exact(self) -> bool:
+        """Whether the word was seen while it was written, and not found written."""
+        return self.reached and self.seen_ns > self.began_ns + SEEN_AT_ONCE
 
 
 class CudaPort(LoopPort):
@@ -137,8 +155,8 @@ class CudaPort(LoopPort):
 def wait_for(point: CudaCompletion, port: CudaPort) -> Generator[Any, None, None]:
     """Wait until `point` is done, by the policy of its device."""
     stream, device = point.stream, point.stream.device
-    policy, counters = device.policy, device.reactor.counters
-    spun, may_spin = False, device.reactor.native is not None and stream.word is not None
+    policy = device.policy
+    may_spin = device.reactor.native is not None and stream.word is not None
     while not point.done():
         now = time.perf_counter_ns()
         end = point.predicted_end() if may_spin else None
@@ -153,13 +171,12 @@ def wait_for(point: CudaCompletion, port: CudaPort) -> Generator[Any, None, None
             yield None
         elif now >= begin or whole or (port.own and begin - now <= policy.block_limit):
             limit = max(end, now) + policy.overtime(expected, own=port.own)
-            _block(point, now if whole else begin, limit)
+            if _block(point, now if whole else begin, limit):
+                return
             # One spin a wait: if it did not see the end, the prediction is no good.
-            spun, may_spin = True, False
+            may_spin = False
         else:
             yield from _sleep(point, port, begin)
-    if spun:
-        counters.add("waits_spun")
 
 
 def _turn_interval(device: CudaDevice) -> int:
@@ -167,31 +184,37 @@ def _turn_interval(device: CudaDevice) -> int:
     return device.policy.turn_interval_contended if contended else device.policy.turn_interval
 
 
-def _block(point: CudaCompletion, spin_from: int, limit: int) -> None:
-    """Wait in the extension, without the GIL; near the end perhaps with it, if it is contended."""
+def _block(point: CudaCompletion, spin_from: int, limit: int) -> bool:
+    """Wait in the extension, without the GIL; near the end perhaps with it, if it is contended.
+
+    What runs after the word was seen is what the wait costs, and it runs with cold caches: so it
+    only leaves a note (`Spin`) for the stream to work through later.
+    """
     stream, device = point.stream, point.stream.device
     native, word, clock = device.reactor.native, stream.word, device.clock
     assert native is not None
-    began, seen, hold_spin = time.perf_counter_ns(), None, device.policy.hold_spin
+    asked = began = time.perf_counter_ns()
+    hold_spin = device.policy.hold_spin
     if hold_spin and clock.contention_ns > CONTENDED:
         # Getting the GIL back takes a while: ask for it that much earlier, and then keep it.
         # Not at once, though: a thread that waits for it needs a moment to notice that it is free,
         # and would otherwise take it just when the device is done.
-        early = max(spin_from - clock.contention_ns, began + LET_GO)
-        seen = native.wait_flag(word, point.sequence, early, early)
-        now = time.perf_counter_ns()
-        clock.regained(now - (seen or early))
-        if seen is None and spin_from - now < hold_spin:
-            began = now
-            seen = native.wait_flag(word, point.sequence, 0, min(limit, now + hold_spin), True)
-    if seen is None and time.perf_counter_ns() < limit:
+        asked = max(spin_from - clock.contention_ns, began + LET_GO)
+        seen = native.wait_flag(word, point.sequence, asked, asked)
+        back = time.perf_counter_ns()
+        clock.regained(back - (seen or asked))
+        if seen is None and spin_from - back < hold_spin:
+            began = back
+            seen = native.wait_flag(word, point.sequence, 0, min(limit, back + hold_spin), True)
+        if seen is not None:
+            stream.spins.append(Spin(point, max(spin_from, began), seen, seen))
+            return True
         began = time.perf_counter_ns()
-        seen = native.wait_flag(word, point.sequence, spin_from, limit)
-        clock.regained(time.perf_counter_ns() - (seen or limit))
-    if seen is not None and seen > max(spin_from, began) + SEEN_AT_ONCE:
-        # It came while we looked, so this is when it came.
-        clock.anchor(point.event, seen)
-        point.ended_ns = seen
+    seen = native.wait_flag(word, point.sequence, spin_from, limit)
+    stream.spins.append(
+        Spin(point, max(spin_from, began), seen or limit, time.perf_counter_ns(), seen is not None)
+    )
+    return seen is not None
 
 
 def _sleep(

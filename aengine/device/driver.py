@@ -24,6 +24,7 @@ EVENT_DEFAULT = 0
 EVENT_BLOCKING_SYNC = 1
 """A thread that waits for the event sleeps; without it, it spins."""
 HOST_ALLOC_PORTABLE_MAPPED = 3
+PAGE = 4096
 STICKY = frozenset({4, 46, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721})
 """Results after which the context is of no more use (illegal address, launch failure, ECC ...)."""
 
@@ -35,12 +36,11 @@ _SIGNATURES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "init": ("cuInit", (_UINT,)),
     "device_get": ("cuDeviceGet", (ctypes.POINTER(_INT), _INT)),
     "context_retain": ("cuDevicePrimaryCtxRetain", (_OUT, _INT)),
-    "context_release": ("cuDevicePrimaryCtxRelease_v2", (_INT,)),
     "context_get": ("cuCtxGetCurrent", (_OUT,)),
+    "context_set": ("cuCtxSetCurrent", (_HANDLE,)),
     "context_push": ("cuCtxPushCurrent_v2", (_HANDLE,)),
     "context_pop": ("cuCtxPopCurrent_v2", (_OUT,)),
     "stream_create": ("cuStreamCreateWithPriority", (_OUT, _UINT, _INT)),
-    "stream_destroy": ("cuStreamDestroy_v2", (_HANDLE,)),
     "stream_query": ("cuStreamQuery", (_HANDLE,)),
     "stream_wait": ("cuStreamWaitEvent", (_HANDLE, _HANDLE, _UINT)),
     "stream_write": ("cuStreamWriteValue32_v2", (_HANDLE, ctypes.c_uint64, ctypes.c_uint32, _UINT)),
@@ -54,7 +54,6 @@ _SIGNATURES: dict[str, tuple[str, tuple[Any, ...]]] = {
         (ctypes.POINTER(ctypes.c_float), _HANDLE, _HANDLE),
     ),
     "host_alloc": ("cuMemHostAlloc", (_OUT, ctypes.c_size_t, _UINT)),
-    "host_free": ("cuMemFreeHost", (_HANDLE,)),
     "host_pointer": (
         "cuMemHostGetDevicePointer_v2",
         (ctypes.POINTER(ctypes.c_uint64), _HANDLE, _UINT),
@@ -92,6 +91,9 @@ class Driver:
         self._error_name = self._quick.cuGetErrorName
         self._error_name.argtypes = (_INT, ctypes.POINTER(ctypes.c_char_p))
         self.check(self.calls["init"](0), "cuInit")
+        self._contexts: dict[int, int] = {}
+        self._pages: list[int] = []
+        self._streams: dict[tuple[int, int], list[int]] = {}
 
     @property
     def can_write_flags(self) -> bool:
@@ -137,25 +139,51 @@ class Driver:
         """Call `name` and check it."""
         self.check(self.calls[name](*args), _SIGNATURES[name][0])
 
+    def context(self, index: int) -> int:
+        """The primary context of a device, which torch and the runtime use too.
+
+        Retained once and kept: the driver would destroy it with the last release, under everybody.
+
+        Raises:
+            DeviceError: there is no such device.
+        """
+        if index not in self._contexts:
+            device = ctypes.c_int()
+            self.do("device_get", ctypes.byref(device), index)
+            self._contexts[index] = self.make("context_retain", device.value)
+        return self._contexts[index]
+
+    def take_page(self) -> int:
+        """`PAGE` bytes of zeroed pinned memory that any device can write to."""
+        page = self._pages.pop() if self._pages else 0
+        page = page or self.make("host_alloc", PAGE, HOST_ALLOC_PORTABLE_MAPPED)
+        ctypes.memset(page, 0, PAGE)
+        return page
+
+    def return_page(self, page: int) -> None:
+        """Keep it for the next device: freeing pinned memory waits for the whole GPU (measured)."""
+        self._pages.append(page)
+
+    def take_stream(self, context: int, priority: int = 0) -> int:
+        """A stream of the current context that nobody else has: a returned one, or a new one."""
+        returned = self._streams.get((context, priority))
+        if returned:
+            return returned.pop()
+        return self.make("stream_create", STREAM_NON_BLOCKING, priority)
+
+    def return_stream(self, handle: int, context: int, priority: int = 0) -> None:
+        """Keep an idle stream for the next taker; never destroy it.
+
+        torch's host allocator records an event on every stream that used a pinned tensor when that
+        tensor is freed, be it long after; on a destroyed stream that ends the process.
+        """
+        self._streams.setdefault((context, priority), []).append(handle)
+
     def device_pointer(self, host: int) -> int:
         """The address at which the device sees mapped host memory."""
         pointer = ctypes.c_uint64()
         self.do("host_pointer", ctypes.byref(pointer), host, 0)
         return pointer.value
-
-    def device_handle(self, index: int) -> int:
-        """The device of this number.
-
-        Raises:
-            DeviceError: there is none.
-        """
-        device = ctypes.c_int()
-        self.do("device_get", ctypes.byref(device), index)
-        return device.value
-
-    def current_context(self) -> int:
-        """The calling thread's context, 0 for none."""
-        return self.make("context_get")
 
 
 class Event:

@@ -11,7 +11,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum kind { KERNEL, WRITE, RECORD, WAIT, HOST, COPY, GATE, FAULT, STOP };
+enum kind { KERNEL, WRITE, RECORD, WAIT, HOST, COPY, GATE, FAULT };
 
 typedef struct event {
     int recorded, reached;
@@ -80,9 +80,8 @@ static void *work(void *arg) {
         s->running = 1;
         int dead = device_error;
         pthread_mutex_unlock(&lock);
-        int stop = o->kind == STOP;
         /* After a context error nothing runs any more: no write, no event, no host function. */
-        if (!dead && !stop) perform(o);
+        if (!dead) perform(o);
         pthread_mutex_lock(&lock);
         s->first = o->next;
         if (!s->first) s->last = NULL;
@@ -90,8 +89,8 @@ static void *work(void *arg) {
         pthread_cond_broadcast(&changed);
         pthread_mutex_unlock(&lock);
         free(o);
-        if (stop) return NULL;
     }
+    return NULL;
 }
 
 static int push(uintptr_t handle, enum kind kind, uintptr_t a, uintptr_t b, uintptr_t c) {
@@ -109,14 +108,14 @@ static int push(uintptr_t handle, enum kind kind, uintptr_t a, uintptr_t b, uint
     s->last = o;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
-    return kind == STOP ? 0 : error;
+    return error;
 }
 
 int cuInit(unsigned flags) { (void)flags; return 0; }
 int cuDeviceGet(int *device, int index) { *device = index; return index ? 101 : 0; }
 int cuDevicePrimaryCtxRetain(uintptr_t *out, int device) { (void)device; *out = context; return 0; }
-int cuDevicePrimaryCtxRelease_v2(int device) { (void)device; return 0; }
 int cuCtxGetCurrent(uintptr_t *out) { *out = depth ? current[depth - 1] : 0; return 0; }
+int cuCtxSetCurrent(uintptr_t c) { depth = 1; current[0] = c; return 0; }
 int cuCtxPushCurrent_v2(uintptr_t c) { current[depth++] = c; return 0; }
 int cuCtxPopCurrent_v2(uintptr_t *out) { *out = current[--depth]; return 0; }
 
@@ -131,11 +130,6 @@ int cuStreamCreateWithPriority(uintptr_t *out, unsigned flags, int priority) {
     pthread_create(&s->thread, NULL, work, s);
     *out = (uintptr_t)s;
     return 0;
-}
-
-int cuStreamDestroy_v2(uintptr_t s) {
-    pthread_detach(((stream *)s)->thread);
-    return push(s, STOP, 0, 0, 0);
 }
 
 int cuStreamQuery(uintptr_t handle) {
@@ -211,8 +205,6 @@ int cuMemHostAlloc(uintptr_t *out, size_t size, unsigned flags) {
     *out = (uintptr_t)memory;
     return code;
 }
-
-int cuMemFreeHost(uintptr_t memory) { free((void *)memory); return 0; }
 
 int cuMemHostGetDevicePointer_v2(uint64_t *out, uintptr_t host, unsigned flags) {
     (void)flags;

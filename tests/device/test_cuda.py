@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from aengine.device import CudaDevice
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 pytestmark = pytest.mark.gpu
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+
+
+@contextlib.contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Whatever waits for the whole device raises."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "a prototype feature"
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def _program(name: str, *arguments: str, **environment: str) -> str:
@@ -70,14 +90,11 @@ async def test_torch_runs_on_the_stream_and_never_synchronises() -> None:
     host = torch.empty(1024, pin_memory=True)
     x = torch.randn(1024, 1024, device="cuda")
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         product = forward.launch(lambda: (torch.cuda.current_stream().cuda_stream, x @ x))
         total = copy.launch(lambda p: host.copy_(p[1].sum(0), non_blocking=True), product)
         await total
         handle, value = await product
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert handle == forward.handle
     assert torch.allclose(host, value.sum(0).cpu())
     assert torch.allclose(value.double(), x.double() @ x.double(), rtol=1e-2, atol=1e-1)

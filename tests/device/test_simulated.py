@@ -20,6 +20,7 @@ from aengine.errors import ConfigError, DeviceError, DeviceLostError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.device.conftest import Simulated
 
@@ -143,25 +144,35 @@ async def test_launch_lists_need_the_extension(fake_driver: Driver) -> None:
     device.close()
 
 
-async def test_streams_are_distinct_and_wrapped_ones_are_not_ours_to_destroy(
-    fake_driver: Driver,
-) -> None:
+async def test_streams_are_distinct_and_never_destroyed(fake_cuda: Path) -> None:
+    fake_driver = Driver(str(fake_cuda))  # its own: a driver keeps the streams of closed devices
     device = _device(fake_driver)
     streams = [device.stream("s") for _ in range(8)]
-    assert len({stream.handle for stream in streams}) == 8
+    first = {stream.handle for stream in streams}
+    assert len(first) == 8
     with pytest.raises(ConfigError):
         device.wrap_stream("again", streams[0].handle)
     handle = fake_driver.make("stream_create", 1, 0)
     wrapped = device.wrap_stream("theirs", handle)
     await wrapped.record()
     device.close()
-    assert fake_driver.calls["stream_query"](handle) == 0
-    fake_driver.do("stream_destroy", handle)
+    other = _device(fake_driver)
+    again = {other.stream("s").handle for _ in range(12)}
+    assert first <= again
+    assert handle not in again
+    assert len(again) == 12
+    other.close()
 
 
 def test_there_is_a_limit_and_an_index(fake_driver: Driver) -> None:
     with pytest.raises(DeviceError, match="INVALID_DEVICE"):
         _device(fake_driver, index=1)
+    device = _device(fake_driver)
+    for _ in range(64):
+        device.stream("s")
+    with pytest.raises(DeviceError, match="64 streams"):
+        device.stream("s")
+    device.close()
     with pytest.raises(DeviceError, match="no CUDA driver"):
         Driver("libno-such-driver.so")
 

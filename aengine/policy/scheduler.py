@@ -322,15 +322,19 @@ class Scheduler:
 
     def _forget_unwritten(self, launched: LaunchedStep, result: StepResult) -> None:
         """Rows failed: what they were to write is not there, and who shares it begins again."""
-        failed = [node for row, node in launched.inserted.items() if row in result.errors]
-        if not failed:
-            return
-        for node in failed:
+        nodes = [node for row, node in launched.inserted.items() if row in result.errors]
+        # A block may have been begun by this step and completed by a later one.
+        hurt = {launched.sequences[row].seq_id for row in result.errors}
+        for later in self._in_flight.values():
+            for row, node in later.inserted.items():
+                sequence = later.sequences[row]
+                if sequence.seq_id in hurt and sequence.since <= result.step_id:
+                    nodes.append(node)
+        for node in nodes:
             self._memory.cache.fail(node)
-        errors = {launched.sequences[row].seq_id for row in result.errors}
-        for sequence in tuple(self._live.values()):
+        for sequence in tuple(self._live.values()) if nodes else ():
             lost = sequence.node is not None and sequence.node.failed
-            if lost and sequence.seq_id not in errors:
+            if lost and (sequence.seq_id not in hurt or sequence.since > result.step_id):
                 self._preempt(sequence)
 
     def _keep_computed(self, launched: LaunchedStep, result: StepResult) -> None:

@@ -107,14 +107,21 @@ class Bench:
         self.requests[request.seq_id] = request
         self.tokens[request.seq_id] = []
 
-    def launch(self) -> StepPlan | None:
-        """One `schedule()`, run on the device at once, settled later."""
+    def launch(self, *, fails: bool = False) -> StepPlan | None:
+        """One `schedule()`, run on the device at once, settled later.
+
+        A step that fails leaves rubbish where it should have written.
+        """
         plan = self.scheduler.schedule(self.now)
         self.check_books()
         if plan is None:
             return None
         self.check_plan(plan)
         result = self.launcher.run(plan).to_host()
+        if fails:
+            self._spoil(plan)
+            error = RuntimeError("the step failed")
+            result.errors = dict.fromkeys(range(plan.num_rows), error)
         result.prompt_logprobs = {row: self._speak(plan, row) for row in plan.prompt_logprob_rows}
         blocks = {
             int(block)
@@ -123,6 +130,14 @@ class Bench:
         }
         self.in_flight.append(Launched(plan, result, blocks))
         return plan
+
+    def _spoil(self, plan: StepPlan) -> None:
+        for row in range(plan.num_rows):
+            start, length = int(plan.starts[row]), int(plan.lengths[row])
+            for position in range(start, start + length):
+                index, offset = divmod(position, self.config.block_size)
+                self.launcher._kv[plan.block_tables[row, index], offset] = VOCAB + 1
+            self.launcher._future_map[plan.slots[row]] = VOCAB + 1
 
     def _speak(self, plan: StepPlan, row: int) -> list[TokenLogprobs]:
         """Log-probabilities of prompt tokens that depend on everything before them in the cache."""
@@ -201,6 +216,11 @@ class Bench:
         assert 1 <= plan.slots.min() <= plan.slots.max() <= self.config.max_num_seqs
         assert len(plan.prefill_token_ids) == plan.lengths[plan.num_decode :].sum()
         assert (plan.lengths[: plan.num_decode] == 1).all()
+        assert plan.lengths.min() >= 1
+        for step in self.in_flight:
+            owners_then = dict(zip(step.plan.slots.tolist(), step.plan.seq_ids, strict=True))
+            for slot, seq_id in zip(plan.slots.tolist(), plan.seq_ids, strict=True):
+                assert owners_then.get(slot, seq_id) == seq_id, "a slot changed hands too early"
         size = self.config.block_size
         written: set[int] = set()
         for row in range(plan.num_rows):

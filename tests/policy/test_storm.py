@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from dataclasses import replace
 
 import pytest
 
-from aengine.batch import StepResult
 from aengine.request import FinishReason
 from tests.policy.harness import VOCAB, Bench, request
 
@@ -66,11 +64,9 @@ def _weather(bench: Bench, rng: random.Random, held: set[int]) -> None:
         bench.ended[seq_id] = FinishReason.DEADLINE
     roll = rng.random()
     if roll < 0.45:
-        bench.launch()
+        bench.launch(fails=rng.random() < 0.02)
     elif roll < 0.85:
         if bench.in_flight:
-            if rng.random() < 0.02:
-                fail_oldest(bench)
             bench.settle()
     elif roll < 0.89 and live:
         bench.finish(rng.choice(live))
@@ -83,17 +79,6 @@ def _weather(bench: Bench, rng: random.Random, held: set[int]) -> None:
         bench.scheduler.unhold(seq_id)
     elif live and rng.random() < 0.5:
         bench.force(rng.choice(live), [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))])
-
-
-def fail_oldest(bench: Bench) -> None:
-    """The oldest step in flight turns out to have failed as a whole: it wrote nothing."""
-    step = bench.in_flight[0]
-    failed = StepResult(
-        step_id=step.plan.step_id,
-        token_ids=[0] * int(step.plan.samples.sum()),
-        errors={row: RuntimeError("the step failed") for row in range(step.plan.num_rows)},
-    )
-    bench.in_flight[0] = replace(step, result=failed)
 
 
 @pytest.mark.parametrize("first", range(0, 200, 20))

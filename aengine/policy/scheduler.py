@@ -21,6 +21,7 @@ import numpy as np
 
 from aengine.batch import SlotInit
 from aengine.policy.admission import WaitingQueue
+from aengine.policy.committing import forget_unwritten, keep_computed
 from aengine.policy.kv_memory import KVMemory
 from aengine.policy.memory_pressure import MemoryPressure
 from aengine.policy.planning import Chunk, Draft, LaunchedStep, launch
@@ -300,9 +301,11 @@ class Scheduler:
         launched = self._in_flight.pop(result.step_id)
         self._memory.pool.complete(result.step_id)
         self._rows.settle(launched.plan.slots)
-        if result.errors:
-            self._forget_unwritten(launched, result)
-        self._keep_computed(launched, result)
+        if result.errors and forget_unwritten(
+            launched, self._in_flight.values(), result, self._memory.cache
+        ):
+            self._restart_sharers(launched, result)
+        keep_computed(launched, result, self._memory, self._rows)
         for row in result.unsampled:
             if not launched.is_stale(launched.sequences[row]):
                 self._rewind(launched.sequences[row])
@@ -320,35 +323,13 @@ class Scheduler:
         rows.decoding[slot] = False
         self._add_prefilling(sequence)
 
-    def _forget_unwritten(self, launched: LaunchedStep, result: StepResult) -> None:
-        """Rows failed: what they were to write is not there, and who shares it begins again."""
-        nodes = [node for row, node in launched.inserted.items() if row in result.errors]
-        # A block may have been begun by this step and completed by a later one.
+    def _restart_sharers(self, launched: LaunchedStep, result: StepResult) -> None:
+        """Who found a block in the cache that was never written begins again."""
         hurt = {launched.sequences[row].seq_id for row in result.errors}
-        for later in self._in_flight.values():
-            for row, node in later.inserted.items():
-                sequence = later.sequences[row]
-                if sequence.seq_id in hurt and sequence.since <= result.step_id:
-                    nodes.append(node)
-        for node in nodes:
-            self._memory.cache.fail(node)
-        for sequence in tuple(self._live.values()) if nodes else ():
+        for sequence in tuple(self._live.values()):
             lost = sequence.node is not None and sequence.node.failed
             if lost and (sequence.seq_id not in hurt or sequence.since > result.step_id):
                 self._preempt(sequence)
-
-    def _keep_computed(self, launched: LaunchedStep, result: StepResult) -> None:
-        """Put the blocks that this step filled into the prefix cache."""
-        if not self._memory.cache.enabled:
-            return
-        plan, errors = launched.plan, result.errors
-        done = [(plan.num_decode + i, chunk.stop) for i, chunk in enumerate(launched.chunks)]
-        for row, stop in launched.filled + done:
-            sequence = launched.sequences[row]
-            if not launched.is_stale(sequence) and row not in errors:
-                changed = self._memory.commit_settled(sequence, stop, self._rows)
-                if changed is not None:
-                    self._rows.write_blocks(sequence, changed)
 
     # -- memory --------------------------------------------------------------------------------
 

@@ -25,9 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aengine.model.hub import resolve
-
 from aengine import Engine, SamplingParams
+from aengine.model.hub import resolve
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,8 @@ def pytest_asyncio_loop_factories() -> dict[str, object]:
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The real small model; fetched once into the user's cache, as a user's first run does."""
-    from aengine.model.hub import resolve
-
     from aengine.errors import ModelLoadError
+    from aengine.model.hub import resolve
 
     try:
         return resolve("smollm2-135m")

@@ -79,8 +79,8 @@ class BlockingEngine:
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> RequestOutput:
         """The whole answer; arguments and errors as `Engine.generate`."""
-        portal = self._running()
-        return portal.call(_gather, self._engine, prompt, params, options)
+        result: RequestOutput = self._running().call(_gather, self._engine, prompt, params, options)
+        return result
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any

@@ -291,7 +291,8 @@ class EngineCore:
         live.saw_tokens(count, now)
         self._generation_tokens += count
         delta = live.detokenizer.push(update.token_ids)
-        reason, stop_reason = update.finish_reason, update.stop_reason
+        reason = update.finish_reason
+        stop_reason: str | int | None = update.stop_reason
         text = delta.text
         if delta.stop is not None:
             reason, stop_reason = FinishReason.STOP, delta.stop

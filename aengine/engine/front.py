@@ -87,7 +87,7 @@ class Engine:
     ) -> None:
         self._service = EngineService(config, loader, on_progress or _no_progress)
         self._runtime: Runtime | None = None
-        self._finalizer: weakref.finalize[[], Engine] | None = None
+        self._finalizer: weakref.finalize[[EngineService, Runtime], Engine] | None = None
         self._labels = itertools.count(1)
 
     # -- life ----------------------------------------------------------------------------------
@@ -264,8 +264,14 @@ class Engine:
 
     @property
     def parts(self) -> EngineParts:
-        """The loaded parts, for tests and tools."""
-        return self._service.started.result(timeout=0)
+        """The loaded parts, for tests and tools.
+
+        Raises:
+            EngineClosedError, EngineDeadError: the engine is not running.
+        """
+        if self._service.parts is None:
+            raise self._service.closed_error()
+        return self._service.parts
 
 
 class _Abort:

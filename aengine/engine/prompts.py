@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class TextCodec(Protocol):
     """What the engine needs of a tokenizer and its chat template."""
 
-    vocab_size: int
+    @property
+    def vocab_size(self) -> int: ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 

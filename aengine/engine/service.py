@@ -66,7 +66,9 @@ class EngineService:
         self.config = config
         self.clock = clock
         self.state = EngineState.NEW
-        self.started: Future[EngineParts] = Future()
+        self.started: Future[None] = Future()
+        self.parts: EngineParts | None = None
+        """While it serves: afterwards nothing may keep the model alive."""
         self.death: BaseException | None = None
         self.pid = os.getpid()
         self._loader = loader
@@ -89,7 +91,8 @@ class EngineService:
             parts = await self._loader(self.config, self._on_progress)
             self._build(parts, loop)
             self.state = EngineState.RUNNING
-            self.started.set_result(parts)
+            self.parts = parts
+            self.started.set_result(None)
             assert self._steps is not None
             if self._close is not None:
                 self._inbox.put(self._close)
@@ -99,9 +102,11 @@ class EngineService:
             self._die(error)
         finally:
             self._refuse_leftovers()
-            self._core = self._steps = None
-            if self._delayed is not None:
-                await self._delayed.aclose()
+            self._core = self._steps = self.parts = None
+            delayed, self._delayed = self._delayed, None
+            if delayed is not None:
+                await delayed.aclose()
+                del delayed
             if parts is not None:
                 # In a thread: closing waits for the device's workers, and in the caller's loop
                 # (loop="caller") that wait must not hold up anybody.
@@ -171,13 +176,16 @@ class EngineService:
 
     def post(self, message: Message) -> bool:
         """Hand a message to the loop. False if nobody will take it any more."""
-        if self._inbox is None or self.state in (EngineState.CLOSED, EngineState.DEAD):
+        if self._inbox is None or self._over():
             return False
         taken = self._inbox.put(message)
-        if self.state in (EngineState.CLOSED, EngineState.DEAD):
+        if self._over():
             # It ended between the check and the put: whoever sees that answers what is left.
             self._refuse_leftovers()
         return taken
+
+    def _over(self) -> bool:
+        return self.state in (EngineState.CLOSED, EngineState.DEAD)
 
     def ask_close(self, close: Close) -> None:
         """End the engine; also while it is still loading, which then ends first."""

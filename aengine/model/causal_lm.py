@@ -16,7 +16,7 @@ from aengine.model.mlp import GatedMlp, MoeMlp
 from aengine.model.parallel import ParallelConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from aengine.model.attention import AttentionBackend
     from aengine.model.batch import ForwardBatch
     from aengine.model.decoder import DecoderSpec, LayerSpec
-    from aengine.model.loading import Weight
+    from aengine.model.loading import Weights
 
 
 class Hidden(NamedTuple):
@@ -129,7 +129,7 @@ class CausalLM:
     def __init__(
         self,
         spec: DecoderSpec,
-        weights: Mapping[str, Weight | torch.Tensor] | None,
+        weights: Weights | None,
         *,
         dtype: torch.dtype,
         device: torch.device,

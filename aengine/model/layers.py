@@ -169,7 +169,8 @@ class Attention:
     ) -> torch.Tensor:
         """[T, K] -> [T, K]."""
         sizes = [count * self._dim for count in (self._heads, self._kv_heads, self._kv_heads)]
-        q, k, v = (part.unflatten(-1, (-1, self._dim)) for part in self.qkv(x).split(sizes, dim=-1))
+        parts = torch.split(self.qkv(x), sizes, dim=-1)
+        q, k, v = (part.view(len(x), -1, self._dim) for part in parts)
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._q_norm(q, ops), self._k_norm(k, ops)
         q = backend.write(q, k, v, self._cos_sin, batch, kv)

@@ -15,7 +15,7 @@ from aengine.errors import ModelLoadError
 from aengine.model.linear import Linear
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from aengine.model.parallel import ParallelConfig, Shard
 
@@ -34,7 +34,14 @@ class Weight(Protocol):
     def dequantize(self) -> Any: ...
 
 
-Weights = "Mapping[str, Weight | torch.Tensor]"
+class Weights(Protocol):
+    """Tensors by their Hugging Face names: a dict of tensors, or a checkpoint's `WeightSource`."""
+
+    def __getitem__(self, name: str, /) -> Weight | torch.Tensor: ...
+
+    def __contains__(self, name: object, /) -> bool: ...
+
+    def __iter__(self) -> Iterator[str]: ...
 
 
 class WeightReader:
@@ -49,7 +56,7 @@ class WeightReader:
 
     def __init__(
         self,
-        weights: Mapping[str, Weight | torch.Tensor] | None,
+        weights: Weights | None,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -125,7 +132,7 @@ class WeightReader:
 
     def _pick(self, full: torch.Tensor, rows: Mapping[str, tuple[int, Shard]]) -> torch.Tensor:
         """This rank's rows of a matrix that holds several projections."""
-        parts = full.split([size for size, _ in rows.values()])
+        parts = torch.split(full, [size for size, _ in rows.values()])
         picked = [
             part.narrow(0, shard.start, shard.size)
             for part, (_, shard) in zip(parts, rows.values(), strict=True)

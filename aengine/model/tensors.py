@@ -62,18 +62,19 @@ class WeightTensor:
             return raw.view(np.float32).reshape(self.shape)
         if self.dtype in ("F16", "F64"):
             wide: type[Any] = np.float16 if self.dtype == "F16" else np.float64
-            return raw.view(wide).astype(np.float32).reshape(self.shape)
+            values: FloatArray = raw.view(wide).astype(np.float32)
+            return values.reshape(self.shape)
         if self.dtype == "BF16":
             bits = raw.view(np.uint16).astype(np.uint32) << 16
             return bits.view(np.float32).reshape(self.shape)
         try:
-            values = dequantize(raw, GGMLQuantizationType[self.dtype])
+            blocks = dequantize(raw, GGMLQuantizationType[self.dtype])
         except (KeyError, NotImplementedError):
             raise ModelLoadError(
                 f"the tensor {self.name!r} has type {self.dtype}, which cannot be decoded; known "
                 f"are {', '.join(decodable_types())}"
             ) from None
-        return np.ascontiguousarray(values, dtype=np.float32).reshape(self.shape)
+        return np.ascontiguousarray(blocks, dtype=np.float32).reshape(self.shape)
 
 
 def decodable_types() -> tuple[str, ...]:

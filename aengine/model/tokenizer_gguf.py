@@ -88,7 +88,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> FastTokenizer:
 
 def _byte_level(metadata: Mapping[str, Any]) -> FastTokenizer:
     name = metadata.get("tokenizer.ggml.pre")
-    if name not in PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise ModelLoadError(
             f"the GGUF file has tokenizer.ggml.pre={name!r}: supported are "
             f"{', '.join(sorted(PRE_TOKENIZERS))}"

@@ -62,8 +62,10 @@ async def _generate(
     as_json: bool,
 ) -> None:
     from aengine import Engine, SamplingParams
+    from aengine.engine.prompts import check_prompt
     from aengine.serve.progress import Bar
 
+    check_prompt(prompt)  # before a model is fetched or loaded for it
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     with Bar() as bar:
         engine = await Engine(model, on_progress=bar, **options).start()

@@ -15,11 +15,7 @@ TOKENIZER = ByteTokenizer()
 
 def naive(data: bytes, stops: list[str], keep: bool, min_tokens: int) -> tuple[str, str | None]:
     """Decode every prefix from scratch; the first that holds a stop ends the text."""
-    floor = len(
-        data[: max(0, min_tokens - 1)].decode(errors="ignore")
-        if min_tokens
-        else ""
-    )
+    floor = len(data[: max(0, min_tokens - 1)].decode(errors="ignore") if min_tokens else "")
     for count in range(max(1, min_tokens), len(data) + 1):
         decoder_text = shown(data[:count])
         found = [

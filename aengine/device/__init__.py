@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from aengine.device.completions import HostCompletion, Reactor
     from aengine.device.cpu import CpuDevice
     from aengine.device.cuda import CudaDevice
-    from aengine.device.fake import FakeBuffer, FakeDevice, FakeFaults
+    from aengine.device.fake import FakeDevice, FakeFaults
+    from aengine.device.fake_memory import FakeBuffer
     from aengine.device.future import DeviceFuture
     from aengine.device.pace import WaitPolicy
     from aengine.device.protocols import Completion, Device, Stream
@@ -45,7 +46,7 @@ def __getattr__(name: str) -> Any:
         "CudaDevice": "cuda",
         "Device": "protocols",
         "DeviceFuture": "future",
-        "FakeBuffer": "fake",
+        "FakeBuffer": "fake_memory",
         "FakeDevice": "fake",
         "FakeFaults": "fake",
         "HostCompletion": "completions",

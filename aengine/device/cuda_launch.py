@@ -33,7 +33,7 @@ class PreparedLaunch:
         record = (driver.address("cuEventRecord"), (0, stream.handle))
         write = (driver.address("cuStreamWriteValue32_v2"), (stream.handle, stream.word_on_device))
         count = len(calls)
-        self._list = native.LaunchList((*calls, record, write), ((count, 0), (count + 1, 2)))
+        self._list = native.LaunchList((*calls, write, record), ((count, 2), (count + 1, 0)))
 
     def launch(self, *holds: object) -> HostCompletion:
         """Make the calls and record.
@@ -50,7 +50,7 @@ class PreparedLaunch:
         return stream.record_after(self._run, self._key, holds, start, start_event)
 
     def _run(self, event: Event, sequence: int) -> None:
-        code = self._list.run(event.handle, sequence)
+        code = self._list.run(sequence, event.handle)
         if code:
             device = self._stream.device
             device.note_error(code)

@@ -1,9 +1,9 @@
 """A CUDA stream and the points on it.
 
-A record is one event (for edges and device time) and one write of the stream's next sequence number
-to a word of pinned host memory. The word only grows, so "has point n been passed" is a comparison
-with it: no driver call, no event that could be re-armed. Whatever a launch uses is held by its
-completion until then.
+A record is one write of the stream's next sequence number to a word of pinned host memory, and one
+event behind it (for edges and device time). The word only grows, so "has point n been passed" is a
+comparison with it: no driver call, no event that could be re-armed. Whatever a launch uses is held
+by its completion until then.
 """
 
 from __future__ import annotations
@@ -307,10 +307,13 @@ class CudaStream:
 
     def _enqueue_record(self, event: Event, sequence: int) -> None:
         driver = self.device.driver
-        code = driver.calls["event_record"](event.handle, self.handle)
-        if not code and self._word is not None:
+        code = 0
+        if self._word is not None:
+            # Before the event: what another stream does behind the event must never be seen by the
+            # host before this point is.
             write = driver.calls["stream_write"]
             code = write(self.handle, self.word_on_device, sequence, 0)
+        code = code or driver.calls["event_record"](event.handle, self.handle)
         if code:
             self.device.note_error(code)
             driver.check(code, "recording a point")

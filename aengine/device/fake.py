@@ -12,10 +12,12 @@ import contextlib
 import random
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aengine.device.completions import HostCompletion, Reactor, lost
-from aengine.device.cpu import as_device_error, name_of, unwrap
+from aengine.device.cpu import as_device_error, unwrap
+from aengine.device.fake_memory import Access, FakeBuffer, unordered
+from aengine.device.fake_stream import FakeStream
 from aengine.device.future import DeviceFuture
 from aengine.errors import DeviceError
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import ModuleType
 
-    from aengine.device.protocols import Completion
+    from aengine.device.fake_memory import Race
     from aengine.device.trace import Trace
 
 T = TypeVar("T")
@@ -44,15 +46,6 @@ class FakeFaults:
     lose_at: int | None = None
     drop: frozenset[int] = frozenset()
     delay: Mapping[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Race:
-    """Two accesses to one buffer, at least one a write, that nothing puts in order."""
-
-    buffer: str
-    first: str
-    second: str
 
 
 class FakeOp:
@@ -95,38 +88,6 @@ class FakeCompletion(HostCompletion):
         super()._woken()
 
 
-class FakeBuffer(Generic[T]):
-    """Memory of the fake device: a value whose every access is noted.
-
-    Outside a running operation it is the host that reads or writes.
-    """
-
-    def __init__(self, device: FakeDevice, name: str, value: T) -> None:
-        self._device = device
-        self.name = name
-        self._value = value
-
-    def read(self) -> T:
-        """The value."""
-        self._device._note(self.name, writes=False)
-        return self._value
-
-    def write(self, value: T) -> None:
-        """Replace the value."""
-        self._device._note(self.name, writes=True)
-        self._value = value
-
-
-@dataclass(frozen=True, slots=True)
-class _Access:
-    buffer: str
-    who: str
-    writes: bool
-    past: int
-    """Everything that precedes the access, itself included."""
-    bit: int
-
-
 class FakeDevice:
     """The device of the tests.
 
@@ -155,7 +116,7 @@ class FakeDevice:
         self._stream_past: dict[str, int] = {}
         self._host_past = 0
         self._running: FakeOp | None = None
-        self._accesses: list[_Access] = []
+        self._accesses: list[Access] = []
         self._changed = threading.Condition(threading.RLock())
         self._step_id: int | None = None
         self._loss: str | None = None
@@ -309,15 +270,8 @@ class FakeDevice:
 
     def races(self) -> Sequence[Race]:
         """Pairs of accesses that nothing orders. Empty is what a test asserts."""
-        found: list[Race] = []
         with self._changed:
-            for number, second in enumerate(self._accesses):
-                for first in self._accesses[:number]:
-                    clash = first.buffer == second.buffer and (first.writes or second.writes)
-                    ordered = first.bit & second.past or second.bit & first.past
-                    if clash and not ordered:
-                        found.append(Race(first.buffer, first.who, second.who))
-        return list(dict.fromkeys(found))
+            return unordered(self._accesses)
 
     # -- what the streams do -----------------------------------------------------------------------
 
@@ -402,59 +356,11 @@ class FakeDevice:
         with self._changed:
             op = self._running
             if op is not None:
-                access = _Access(buffer, repr(op), writes, op.completion.past, 1 << op.index)
+                access = Access(buffer, repr(op), writes, op.completion.past, 1 << op.index)
             else:
                 # The host's own accesses are a sequence: each is a node of the order like an op.
                 bit = 1 << self._next_index
                 self._next_index += 1
                 self._host_past |= bit
-                access = _Access(buffer, "host", writes, self._host_past, bit)
+                access = Access(buffer, "host", writes, self._host_past, bit)
             self._accesses.append(access)
-
-
-class FakeStream:
-    """A stream of the fake device."""
-
-    def __init__(self, name: str, device: FakeDevice) -> None:
-        self._name = name
-        self._device = device
-
-    def __repr__(self) -> str:
-        return f"<FakeStream {self._name!r}>"
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    def launch(self, fn: Callable[..., T], /, *args: Any) -> DeviceFuture[T]:
-        """Queue `fn(*args)`; a `DeviceFuture` among the arguments arrives as its value.
-
-        Raises:
-            DeviceError: the device is closed.
-        """
-        device = self._device
-        device._reactor.counters.add("launches")
-        after = tuple(arg.completion for arg in args if isinstance(arg, DeviceFuture))
-        with device._changed:
-            op = device._enqueue(self._name, name_of(fn), after, fn, args)
-            op.future = DeviceFuture(op.completion)
-            return op.future
-
-    def record(self) -> HostCompletion:
-        """The point after all work launched so far.
-
-        Raises:
-            DeviceError: the device is closed.
-        """
-        return self._device._enqueue(self._name, "record", ()).completion
-
-    def wait(self, completion: Completion, /) -> None:
-        """Later work starts after `completion`.
-
-        Raises:
-            TypeError: `completion` is none of this package's.
-            DeviceError: the device is closed.
-        """
-        if not isinstance(completion, HostCompletion):
-            raise TypeError(f"{completion!r} is no completion of an aengine device")
-        self._device._enqueue(self._name, "wait", (completion,))

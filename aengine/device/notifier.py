@@ -40,11 +40,8 @@ class Notifier:
 
 def _notify(points: SimpleQueue[CudaCompletion | None], wait: Callable[[int], int]) -> None:
     while (point := points.get()) is not None:
-        # The event comes a moment before the write of the stream's word; both have to be there.
         code = wait(point.event.handle)
         if code:
             point.stream.device.note_error(code)
-        while not point.done():
-            point.stream.device.look_for_loss()
         point.stream.settle()
         del point

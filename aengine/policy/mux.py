@@ -72,6 +72,14 @@ class LaneTable:
         """What comes nearest to a split where there are no green contexts."""
         return self.plain if self.priority is None else self.priority
 
+    def index(self, partition: object) -> int | None:
+        """The place of a partition in `all`."""
+        # Nearly always it is one of these very objects, and comparing fields is slow.
+        for index, each in enumerate(self.all):
+            if each is partition:
+                return index
+        return self.all.index(partition) if partition in self.all else None
+
     def for_decode(self, sms: int) -> SmPartition:
         """The smallest group for decode with at least `sms`, or the largest there is."""
         for partition in self.green:
@@ -179,7 +187,7 @@ class GuardedMux:
         """The policy's choice if the device has it, else the plain partition."""
         try:
             chosen = self.policy.select(load)
-            if chosen not in load.lanes.all:
+            if load.lanes.index(chosen) is None:
                 raise ValueError(f"{chosen!r} is not among the partitions of this device")
         except Exception as error:
             if not self.faults:

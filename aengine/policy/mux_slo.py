@@ -129,12 +129,16 @@ class SloFeedback:
         return index
 
     def _best(self, alone: float, bound: float) -> int:
-        table = self._table
-        highs = [entry.decode.high for entry in table]
-        safe = [index for index, high in enumerate(highs) if alone * high <= bound]
-        if not safe:
-            return min(range(len(highs)), key=highs.__getitem__)
-        return min(safe, key=lambda index: table[index].prefill.mean)
+        gentlest, lowest = 0, math.inf
+        best: int | None = None
+        cost = math.inf
+        for index, entry in enumerate(self._table):
+            high = entry.decode.mean + _SPREADS * entry.decode.spread
+            if high < lowest:
+                gentlest, lowest = index, high
+            if alone * high <= bound and entry.prefill.mean < cost:
+                best, cost = index, entry.prefill.mean
+        return gentlest if best is None else best
 
     def _learn(self, times: LaneTimes, lanes: LaneTable) -> None:
         decode, per_token = times.decode_seconds, None
@@ -148,9 +152,10 @@ class SloFeedback:
         if decode is None:
             self._prefill_alone = _added(self._prefill_alone, per_token)
             return
-        if times.partition not in lanes.all:
+        index = lanes.index(times.partition)
+        if index is None:
             return
-        entry = self._table[lanes.all.index(times.partition)]
+        entry = self._table[index]
         alone = self._predict_alone(times.decode_rows)
         if alone:
             entry.decode.add(decode / alone)

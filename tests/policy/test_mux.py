@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -202,8 +204,8 @@ def test_without_green_contexts_policies_fall_back_to_priorities_then_to_plain()
 class Device:
     """A device with a latency table: measured steps of one H200, noise-free."""
 
-    DECODE = {16: 4.7, 24: 3.3, 32: 2.6, 48: 2.0, 64: 1.6}
-    PREFILL = {16: 1.16, 24: 1.25, 32: 1.32, 48: 1.51, 64: 1.83}
+    DECODE: ClassVar = {16: 4.7, 24: 3.3, 32: 2.6, 48: 2.0, 64: 1.6}
+    PREFILL: ClassVar = {16: 1.16, 24: 1.25, 32: 1.32, 48: 1.51, 64: 1.83}
 
     def __init__(self, priority_decode: float = 3.2) -> None:
         self.priority_decode = priority_decode
@@ -282,7 +284,7 @@ def test_slo_feedback_is_off_when_nothing_is_at_risk() -> None:
 
 def test_slo_feedback_does_not_flutter() -> None:
     chosen = serve(SloFeedback(0.018), Device(), 400)
-    switches = sum(a != b for a, b in zip(chosen, chosen[1:], strict=False))
+    switches = sum(a != b for a, b in itertools.pairwise(chosen))
     assert switches <= 8
     assert len(set(chosen[-100:])) == 1
 

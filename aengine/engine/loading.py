@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aengine.device.cpu import CpuDevice
+from aengine.device.cuda import CudaDevice
+from aengine.device.trace import Trace
 from aengine.engine.grammars import Grammars
 from aengine.engine.parts import EngineParts
 from aengine.engine.text_thread import TextThread
@@ -55,11 +57,16 @@ async def load_parts(
     device: Device | None = None
     try:
         files = await text_thread.run(_open, config.model, on_progress)
-        device = _device(config)
+        index = await text_thread.run(_cuda_index, config.device)
+        trace = None if config.trace is None else Trace()
+        if index is None:
+            device = CpuDevice(initializer=_threads(config.cpu_threads), trace=trace)
+        else:
+            device = CudaDevice(index, trace=trace)
         stream = device.stream("forward")
         on_progress("load", 0, 1)
         try:
-            model = await stream.launch(_load, config, files)
+            model = await stream.launch(_load, config, files, index)
         except DeviceError as error:
             if isinstance(error.__cause__, AEngineError):
                 raise error.__cause__ from error.__cause__.__cause__
@@ -83,6 +90,8 @@ async def load_parts(
         end_token_ids=files.end_token_ids,
         max_model_len=model.max_model_len,
         text_thread=text_thread,
+        trace=trace,
+        trace_path=config.trace,
         grammars=Grammars(files.tokenizer, files.end_token_ids, vocab_size=model.runner.vocab_size),
     )
 
@@ -95,15 +104,43 @@ def _open(model: str, on_progress: Callable[[str, int, int], None]) -> LoadedFil
     return open_model(resolve(model, on_progress))
 
 
-def _device(config: EngineConfig) -> Device:
-    if config.device.startswith("cuda"):
-        raise ConfigError(f"device={config.device!r}: no CUDA device is supported yet")
-    return CpuDevice()
+def _cuda_index(device: str) -> int | None:
+    """The GPU that a `device` setting means; None: the CPU.
+
+    Raises:
+        ConfigError: a GPU is asked for and there is none of that number.
+    """
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
+        return None
+    import torch
+
+    count = torch.cuda.device_count()
+    if kind == "auto":
+        return 0 if count else None
+    number = int(index) if index.isdigit() else (-1 if index else 0)
+    if not 0 <= number < count:
+        raise ConfigError(f"device={device!r}: this machine has {count} CUDA devices, from 0 on")
+    return number
 
 
-def _load(config: EngineConfig, files: LoadedFiles) -> LoadedModel:
+def _threads(count: int | None) -> Callable[[], None] | None:
+    """Sets torch's threads on the thread that computes; None leaves them alone."""
+    if count is None:
+        return None
+
+    def initialize() -> None:
+        import torch
+
+        torch.set_num_threads(count)
+
+    return initialize
+
+
+def _load(config: EngineConfig, files: LoadedFiles, index: int | None) -> LoadedModel:
     import torch
 
     from aengine.execute.loader import load_model
 
-    return load_model(config, files, torch.device("cpu"))
+    device = torch.device("cpu") if index is None else torch.device("cuda", index)
+    return load_model(config, files, device)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from aengine.config import EngineConfig
     from aengine.device.protocols import Device, Stream
+    from aengine.device.trace import Trace
     from aengine.engine.detokenize import TokenTable
     from aengine.engine.grammars import Grammars
     from aengine.engine.prompts import TextCodec
@@ -34,6 +35,8 @@ class EngineParts:
     max_model_len: int
     text_thread: TextThread
     grammars: Grammars
+    trace: Trace | None = None
+    trace_path: str | None = None
 
     def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Token sequences that spell the request's bad words, at a word's start and inside."""
@@ -50,6 +53,8 @@ class EngineParts:
         self.text_thread.close()
         self.grammars.close()
         self.device.close()
+        if self.trace is not None and self.trace_path is not None:
+            self.trace.write(self.trace_path)
 
 
 class PartsLoader(Protocol):

@@ -25,6 +25,8 @@ def keep_computed(
     for row, stop in launched.filled + done:
         sequence = launched.sequences[row]
         if not launched.is_stale(sequence) and row not in errors:
+            # What sampled nothing will compute its last token again: that block is not done yet.
+            stop -= row in result.unsampled
             changed = memory.commit_settled(sequence, stop, rows)
             if changed is not None:
                 rows.write_blocks(sequence, changed)

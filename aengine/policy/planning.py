@@ -31,6 +31,16 @@ class Chunk:
         return self.start + self.length
 
     @property
+    def committable(self) -> int:
+        """Tokens whose blocks may be shared from the launch on.
+
+        The last token of a constrained sequence may have to be computed again, if its mask is late;
+        and what is shared is never written again.
+        """
+        constrained = self.sequence.request.params.structured is not None
+        return self.stop - 1 if constrained and self.samples else self.stop
+
+    @property
     def samples(self) -> bool:
         """Whether it reaches the end of what is known, so that the next token can be sampled."""
         return self.stop == self.sequence.num_known

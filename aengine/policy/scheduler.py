@@ -265,7 +265,7 @@ class Scheduler:
         rows, slot = self._rows, sequence.slot
         start = int(rows.computed[slot])
         chunk = Chunk(sequence, start, min(budget, int(rows.known[slot]) - start))
-        node = self._memory.commit_launched(sequence, chunk.stop, draft.step_id)
+        node = self._memory.commit_launched(sequence, chunk.committable, draft.step_id)
         if node is not None:
             draft.inserted[len(draft.chunks)] = node
         draft.chunks.append(chunk)
@@ -306,22 +306,27 @@ class Scheduler:
         ):
             self._restart_sharers(launched, result)
         keep_computed(launched, result, self._memory, self._rows)
+        settled = settle(launched, result)
         for row in result.unsampled:
             if not launched.is_stale(launched.sequences[row]):
                 self._rewind(launched.sequences[row])
-        settled = settle(launched, result)
         for sequence, reason in settled.ended:
             self.finish(sequence.seq_id, reason)
         self._pressure.preempt_settled()
         return settled.updates
 
     def _rewind(self, sequence: Sequence) -> None:
-        """It sampled nothing in its newest step: its last token is to be computed once more."""
+        """It sampled nothing in this step: its last known token is to be computed once more.
+
+        Its rows in later steps read a token that was never there: they are stale.
+        """
         rows, slot = self._rows, sequence.slot
+        sequence.since = self._next_step
         rows.known[slot] = sequence.num_known
         rows.computed[slot] = sequence.num_known - 1
         rows.decoding[slot] = False
-        self._add_prefilling(sequence)
+        if sequence not in self._prefilling:
+            self._add_prefilling(sequence)
 
     def _restart_sharers(self, launched: LaunchedStep, result: StepResult) -> None:
         """Who found a block in the cache that was never written begins again."""

@@ -10,6 +10,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from aengine.batch import TokenLogprobs
 from aengine.config import SchedulerConfig
 from aengine.policy.scheduler import RowUpdate, Scheduler
@@ -17,7 +19,7 @@ from aengine.request import FinishReason, Request, SamplingParams
 from aengine.testing.scripted import Faults, ScriptedLauncher, arithmetic_script
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from aengine.batch import StepPlan, StepResult
 
@@ -93,6 +95,8 @@ class Bench:
             faults=faults,
         )
         self.num_blocks = num_blocks
+        self.held: set[int] = set()
+        self.late: Callable[[int], bool] = lambda seq_id: False
         self.now = 0.0
         self.in_flight: deque[Launched] = deque()
         self.requests: dict[int, Request] = {}
@@ -117,7 +121,7 @@ class Bench:
         if plan is None:
             return None
         self.check_plan(plan)
-        result = self.launcher.run(plan).to_host()
+        result = self._sample(plan)
         if fails:
             self._spoil(plan)
             error = RuntimeError("the step failed")
@@ -130,6 +134,26 @@ class Bench:
         }
         self.in_flight.append(Launched(plan, result, blocks))
         return plan
+
+    def _sample(self, plan: StepPlan) -> StepResult:
+        """Run the plan; constrained rows whose mask is late sample nothing and are held."""
+        begun = self.launcher.begin(plan)
+        rows = []
+        for row in plan.constrained:
+            if self.late(plan.seq_ids[row]):
+                self.scheduler.hold(plan.seq_ids[row])
+                self.held.add(plan.seq_ids[row])
+            else:
+                rows.append(row)
+        everything = np.full((len(rows), -(-VOCAB // 32)), -1, dtype=np.int32)
+        return self.launcher.finish(begun, rows, everything).to_host()
+
+    def unhold_all(self) -> None:
+        """Every mask is there, and no further one will be late."""
+        self.late = lambda seq_id: False
+        for seq_id in sorted(self.held):
+            self.scheduler.unhold(seq_id)
+        self.held.clear()
 
     def _spoil(self, plan: StepPlan) -> None:
         for row in range(plan.num_rows):

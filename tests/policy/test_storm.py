@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from aengine.request import FinishReason
+from aengine.request import FinishReason, StructuredOutput
 from tests.policy.harness import VOCAB, Bench, request
 
 
@@ -29,7 +29,7 @@ def storm(seed: int) -> Bench:
     )
     capacity = min(num_blocks * block_size, 127)
     stems = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(2)]
-    held: set[int] = set()
+    bench.late = lambda seq_id: rng.random() < 0.2
     for seq_id in range(1, rng.randint(10, 30)):
         tail = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 10))]
         prompt = (rng.choice(stems)[: rng.randrange(40)] + tail)[-capacity:]
@@ -43,12 +43,12 @@ def storm(seed: int) -> Bench:
                 deadline=bench.now + rng.uniform(0.5, 3) if rng.random() < 0.2 else None,
                 end_token_ids=frozenset(rng.sample(range(VOCAB), rng.randint(0, 3))),
                 prompt_logprobs=0 if rng.random() < 0.1 else None,
+                structured=StructuredOutput.regex("a") if rng.random() < 0.3 else None,
             )
         )
         for _ in range(rng.randrange(12)):
-            _weather(bench, rng, held)
-    for seq_id in held:
-        bench.scheduler.unhold(seq_id)
+            _weather(bench, rng)
+    bench.unhold_all()
     bench.run()
     assert set(bench.ended) == set(bench.tokens)
     bench.check_empty()
@@ -56,7 +56,7 @@ def storm(seed: int) -> Bench:
     return bench
 
 
-def _weather(bench: Bench, rng: random.Random, held: set[int]) -> None:
+def _weather(bench: Bench, rng: random.Random) -> None:
     """One thing that happens."""
     live = sorted(set(bench.tokens) - set(bench.ended))
     bench.now += 0.02
@@ -71,11 +71,12 @@ def _weather(bench: Bench, rng: random.Random, held: set[int]) -> None:
     elif roll < 0.89 and live:
         bench.finish(rng.choice(live))
     elif roll < 0.92 and live:
-        held.add(rng.choice(live))
-        for seq_id in held:
+        bench.held.add(rng.choice(live))
+        for seq_id in bench.held:
             bench.scheduler.hold(seq_id)
-    elif roll < 0.95 and held:
-        seq_id = held.pop()
+    elif roll < 0.95 and bench.held:
+        seq_id = rng.choice(sorted(bench.held))
+        bench.held.discard(seq_id)
         bench.scheduler.unhold(seq_id)
     elif live and rng.random() < 0.5:
         bench.force(rng.choice(live), [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))])

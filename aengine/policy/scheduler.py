@@ -12,7 +12,6 @@ urgent (see `memory_pressure`), so the whole always makes progress.
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ import numpy as np
 from aengine.batch import SlotInit
 from aengine.policy.admission import WaitingQueue
 from aengine.policy.committing import forget_unwritten, keep_computed
+from aengine.policy.deadlines import Deadlines
 from aengine.policy.kv_memory import KVMemory
 from aengine.policy.memory_pressure import MemoryPressure
 from aengine.policy.planning import Chunk, Draft, LaunchedStep, launch
@@ -81,7 +81,7 @@ class Scheduler:
         self._live: dict[int, Sequence] = {}
         self._prefilling: list[Sequence] = []
         self._in_flight: dict[int, LaunchedStep] = {}
-        self._deadlines: list[tuple[float, int]] = []
+        self._deadlines = Deadlines(self._live)
         self._next_step = 1
         self._epoch = 0
         self._preemptions = 0
@@ -104,7 +104,7 @@ class Scheduler:
         self._live[request.seq_id] = sequence
         self._queue.push(sequence)
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.seq_id))
+            self._deadlines.add(request.seq_id, request.deadline)
 
     def finish(self, seq_id: int, reason: FinishReason) -> bool:
         """End a sequence, in whatever phase it is. False: it has ended already.
@@ -124,18 +124,14 @@ class Scheduler:
 
     def expire(self, now: float) -> list[int]:
         """End every sequence whose deadline has passed; their ids, earliest deadline first."""
-        ended = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, seq_id = heapq.heappop(self._deadlines)
-            if self.finish(seq_id, FinishReason.DEADLINE):
-                ended.append(seq_id)
-        return ended
+        due = self._deadlines.take_due(now)
+        for seq_id in due:
+            self.finish(seq_id, FinishReason.DEADLINE)
+        return due
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a live sequence."""
-        while self._deadlines and self._deadlines[0][1] not in self._live:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines.soonest()
 
     def hold(self, seq_id: int) -> None:
         """Keep a sequence out of the next steps, for example until its grammar mask is there."""

@@ -134,6 +134,15 @@ def test_deadlines_end_waiting_and_running_sequences() -> None:
     assert bench.tokens[3] == solo(PROMPT, 2)
 
 
+def test_deadlines_of_ended_sequences_are_forgotten() -> None:
+    bench = Bench()
+    for seq_id in range(1, 1001):
+        bench.add(request(seq_id, PROMPT, deadline=1e9))
+        bench.finish(seq_id)
+    assert len(bench.scheduler._deadlines) < 100
+    assert bench.scheduler.next_deadline() is None
+
+
 def test_what_can_never_run_is_refused_with_the_numbers() -> None:
     bench = Bench(num_blocks=4, max_model_len=64)
     with pytest.raises(InvalidRequestError, match=r"17 tokens and needs 5 KV blocks of 4.* has 4"):

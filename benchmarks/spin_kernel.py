@@ -89,3 +89,28 @@ class Kernels:
 
     def _address(self, name: str) -> int:
         return ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value or 0
+
+
+class Gate:
+    """Holds up a stream until the host opens it: a wait for a word of pinned memory."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        with device.current():
+            self._word = device.driver.take_page()
+            self._on_device = device.driver.device_pointer(self._word)
+        self._flag = ctypes.c_uint32.from_address(self._word)
+        self._wait = ctypes.PyDLL(device.driver.library).cuStreamWaitValue32_v2
+        self._wait.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+        self._round = 0
+
+    def close(self, handle: int) -> None:
+        """What the stream is given from now on waits for `open`."""
+        self._round += 1
+        with self._device.current():
+            code = self._wait(handle, self._on_device, self._round, 0)
+        self._device.driver.check(code, "cuStreamWaitValue32")
+
+    def open(self) -> None:
+        """Let the stream go on."""
+        self._flag.value = self._round

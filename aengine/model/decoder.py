@@ -6,14 +6,14 @@ into such a spec, and `causal_lm` computes it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from aengine.errors import ModelLoadError
 from aengine.model.rope_scaling import rope_frequencies
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from aengine.kernels.activation import Activation
     from aengine.model.config import ModelConfig
@@ -106,11 +106,12 @@ def activation_of(config: ModelConfig) -> Activation:
         "gelu_pytorch_tanh": "gelu_tanh",
         "gelu_tanh": "gelu_tanh",
     }
-    if config.hidden_act not in names:
+    name = config.extra.get("hidden_activation") or config.hidden_act  # Gemma's key, or the rest's
+    if name not in names:
         raise ModelLoadError(
-            f"the activation {config.hidden_act!r} is not supported; known are {', '.join(names)}"
+            f"the activation {name!r} is not supported; known are {', '.join(names)}"
         )
-    return names[config.hidden_act]
+    return names[name]
 
 
 def global_rope(config: ModelConfig, max_model_len: int) -> Mapping[str, RopeFrequencies]:
@@ -119,6 +120,10 @@ def global_rope(config: ModelConfig, max_model_len: int) -> Mapping[str, RopeFre
     scaling = config.rope_scaling
     if scaling is not None:
         partial = scaling.get("partial_rotary_factor", partial)
+        # Where a config has this beside the scaling's mapping (Phi-3), it is the one that counts.
+        original = config.extra.get("original_max_position_embeddings")
+        if original is not None:
+            scaling = {**scaling, "original_max_position_embeddings": original}
     return {
         "global": rope_frequencies(
             config.rope_theta,
@@ -133,3 +138,49 @@ def global_rope(config: ModelConfig, max_model_len: int) -> Mapping[str, RopeFre
 def uniform_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """All layers alike, with the config's sliding window."""
     return (LayerSpec(sliding_window=config.sliding_window),) * config.num_layers
+
+
+def windowed_layers(config: ModelConfig, windowed: Callable[[int], bool]) -> tuple[LayerSpec, ...]:
+    """Layers of which some see only the sliding window: those that the config's `layer_types`
+    names, or without that key those for which `windowed(index)` holds.
+
+    Raises:
+        ModelLoadError: `layer_types` is no list of known names, one a layer.
+    """
+    types = config.extra.get("layer_types")
+    if types is None:
+        types = [
+            "sliding_attention" if windowed(index) else "full_attention"
+            for index in range(config.num_layers)
+        ]
+    known = {"sliding_attention": config.sliding_window, "full_attention": None}
+    if (
+        not isinstance(types, list)
+        or len(types) != config.num_layers
+        or not all(isinstance(name, str) and name in known for name in types)
+    ):
+        raise ModelLoadError(
+            f"config.json has layer_types={types!r}: {config.num_layers} names are needed, each "
+            f"one of {', '.join(known)}"
+        )
+    return tuple(LayerSpec(sliding_window=known[name]) for name in types)
+
+
+def positive(config: ModelConfig, key: str, default: float | None = None) -> float:
+    """A positive number that only some families have.
+
+    Raises:
+        ModelLoadError: it is missing and has no default, or is no positive number.
+    """
+    value = config.extra.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ModelLoadError(f"config.json has {key}={value!r}: a positive number is needed")
+    return float(value)
+
+
+def tied_unless_said(config: ModelConfig) -> ModelConfig:
+    """The config with tied embeddings, unless its file says otherwise: files leave out what is
+    their family's default."""
+    if "tie_word_embeddings" in config.extra:
+        return config
+    return replace(config, tie_word_embeddings=True)

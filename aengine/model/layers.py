@@ -30,7 +30,8 @@ class VocabEmbedding:
         shape = (spec.config.vocab_size, spec.config.hidden_size)
         self._shard = parallel.split_vocab(spec.config.vocab_size)
         self._parallel = parallel
-        self._multiplier = spec.embedding_multiplier
+        # Gemma was trained with this factor rounded to the model's dtype.
+        self._multiplier = float(torch.tensor(spec.embedding_multiplier, dtype=reader.dtype))
         self.weight = reader.matrix("model.embed_tokens.weight", shape, shard=self._shard)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from aengine.model.decoder import (
     activation_of,
     global_rope,
     uniform_layers,
+    windowed_layers,
 )
 
 if TYPE_CHECKING:
@@ -60,14 +61,11 @@ def qwen3_moe(config: ModelConfig, max_model_len: int) -> DecoderSpec:
 
 
 def _windowed(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """Full attention below `max_window_layers`, the sliding window from there on."""
-    if config.sliding_window is None:
-        return uniform_layers(config)
+    """Full attention below `max_window_layers`, the sliding window from there on, if it is on."""
+    if config.sliding_window is None or not config.extra.get("use_sliding_window"):
+        return uniform_layers(replace(config, sliding_window=None))
     first = int(config.extra.get("max_window_layers", 0))
-    return tuple(
-        LayerSpec(sliding_window=None if index < first else config.sliding_window)
-        for index in range(config.num_layers)
-    )
+    return windowed_layers(config, lambda index: index >= first)
 
 
 def _integer(extra: Any, key: str, other: str = "") -> int:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from aengine.errors import ModelLoadError
-from aengine.model import llama, qwen
+from aengine.model import gemma, granite, llama, olmo, phi, qwen, smollm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,11 +22,17 @@ if TYPE_CHECKING:
 
 FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
     {
+        "Gemma2ForCausalLM": gemma.gemma2,
+        "Gemma3ForCausalLM": gemma.gemma3,
+        "GraniteForCausalLM": granite.granite,
         "LlamaForCausalLM": llama.llama,
         "MistralForCausalLM": llama.llama,
+        "Olmo2ForCausalLM": olmo.olmo2,
+        "Phi3ForCausalLM": phi.phi3,
         "Qwen2ForCausalLM": qwen.qwen2,
         "Qwen3ForCausalLM": qwen.qwen3,
         "Qwen3MoeForCausalLM": qwen.qwen3_moe,
+        "SmolLM3ForCausalLM": smollm.smollm3,
     }
 )
 """Hugging Face architecture name -> (config, max_model_len) -> network."""

@@ -46,8 +46,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
     ),
+    "llama-dynamic-rope": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
+    ),
+    "llama-yarn-rope": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
     "mistral": ("Mistral", {"sliding_window": 6}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3-moe": (
         "Qwen3Moe",
@@ -59,6 +78,75 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "qwen3-moe-mixed": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 6,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+            "attn_implementation": "eager",
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": 7, "pad_token_id": 0}),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0],
+                "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0],
+            },
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "granite": (
+        "Granite",
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "smollm3": (
+        "SmolLM3",
+        {
+            "pad_token_id": 0,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+        },
+    ),
 }
 
 SEQUENCES = [list(range(5, 28)), [7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]]
@@ -67,7 +155,8 @@ SEQUENCES = [list(range(5, 28)), [7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]]
 def reference(name: str, options: dict[str, Any]) -> Any:
     """A random transformers model with weights large enough to tell layers apart."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**TINY, **options)
+    kind = "Gemma3Text" if name == "Gemma3" else name
+    config = getattr(transformers, f"{kind}Config")(**TINY, **options)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval().float()
     with torch.no_grad():
         for parameter in model.parameters():

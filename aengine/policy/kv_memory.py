@@ -8,6 +8,7 @@ from aengine.policy.block_pool import NEVER, BlockPool
 from aengine.policy.prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
+    from collections.abc import Container
     from collections.abc import Sequence as Seq
 
     from aengine.policy.prefix_cache import Node
@@ -29,21 +30,22 @@ class KVMemory:
         self.cache = PrefixCache(self.pool, block_size=block_size, enabled=enable_prefix_cache)
         self._block_size = block_size
 
-    def admit(self, sequence: Sequence, *, spare: int) -> bool:
+    def admit(self, sequence: Sequence, *, alone: bool) -> bool:
         """Blocks for all known tokens, cached ones first; or nothing, and False.
 
         Args:
             sequence: one without blocks.
-            spare: blocks that must remain to be had afterwards, for the growth of others.
+            alone: nothing runs whose growth needs blocks to be left over.
         """
         known = sequence.num_known
         if self.cache.enabled:
             self._share(sequence, known)
         missing = self.missing(sequence, known)
+        # One that was preempted comes back only if it can go on for more than a few tokens.
+        growth = self.pool.num_blocks // 100 + (1 if sequence.preemptions else 0)
+        spare = 0 if alone else growth
         within_reach = self.pool.num_free + self.pool.num_cached >= missing + spare
         if within_reach and self._extend(sequence, missing):
-            if self.cache.enabled:
-                self.cache.count_lookup(known, self.matched_tokens(sequence))
             return True
         self.release(sequence, NEVER)
         return False
@@ -58,9 +60,21 @@ class KVMemory:
         sequence.node, sequence.num_nodes = match.node, len(match.blocks)
         sequence.caching, sequence.generation = True, self.cache.generation
 
-    def matched_tokens(self, sequence: Sequence) -> int:
-        """Tokens of a just admitted sequence that need not be computed."""
-        return sequence.num_nodes * self._block_size
+    def count_match(self, sequence: Sequence) -> int:
+        """Tokens of a just admitted sequence that need not be computed; counted as a lookup."""
+        cached = sequence.num_nodes * self._block_size
+        if self.cache.enabled:
+            self.cache.count_lookup(sequence.num_known, cached)
+        return cached
+
+    def is_written_by(self, sequence: Sequence, steps: Container[int]) -> bool:
+        """Whether one of these launched steps writes a block that the sequence found cached."""
+        node = sequence.node
+        while node is not None and node.step > self.pool.settled:
+            if node.step in steps:
+                return True
+            node = node.parent
+        return False
 
     def grow(self, sequence: Sequence, tokens: int) -> bool:
         """Blocks for `tokens` tokens in all; or nothing, and False."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -16,6 +17,16 @@ if TYPE_CHECKING:
     from aengine.policy.prefix_cache import Node
     from aengine.policy.row_table import RowTable
     from aengine.policy.sequence import Sequence
+
+
+class Work(enum.IntEnum):
+    """What a step may hold, and with it the lane that it runs in."""
+
+    ALL = 0
+    PREFILL = 1
+    """Host-known tokens only: prompts, sequences that come back, forced tokens."""
+    DECODE = 2
+    """Rows whose token is in the FutureMap only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +62,7 @@ class Draft:
     """What a step will do, while it is being decided."""
 
     step_id: int
+    work: Work
     decode_slots: IntArray
     chunks: list[Chunk] = field(default_factory=list)
     slot_inits: list[SlotInit] = field(default_factory=list)
@@ -63,6 +75,7 @@ class LaunchedStep:
     """What is remembered of a plan until its result comes."""
 
     plan: StepPlan
+    work: Work
     sequences: list[Sequence]
     """By row."""
     chunks: list[Chunk]
@@ -124,12 +137,14 @@ def launch(draft: Draft, rows: RowTable, *, block_size: int, track_filled: bool)
     rows.known[slots] += samples
     rows.pending[slots] += 1
     rows.last_step[slots] = draft.step_id
+    rows.lane[slots] = draft.work
     filled: list[tuple[int, int]] = []
     if track_filled:
         full = np.flatnonzero(after[:num_decode] % block_size == 0)
         filled = list(zip(full.tolist(), after[full].tolist(), strict=True))
     return LaunchedStep(
         plan=plan,
+        work=draft.work,
         sequences=rows.sequences_of(slots),
         chunks=chunks,
         inserted={num_decode + index: node for index, node in draft.inserted.items()},

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from aengine.batch import IntArray
     from aengine.policy.sequence import Sequence
 
@@ -35,6 +37,8 @@ class RowTable:
         """Tokens for which it has blocks."""
         self.pending: IntArray = np.zeros(size, dtype=np.int32)
         """Launched steps of this slot that have not settled."""
+        self.lane = np.zeros(size, dtype=np.int8)
+        """The `Work` of its newest launched step."""
         self.last_step = np.zeros(size, dtype=np.int64)
         self.seq_ids = np.zeros(size, dtype=np.int64)
         self.decoding = np.zeros(size, dtype=np.bool_)
@@ -78,6 +82,11 @@ class RowTable:
             self._leaving.append(slot)
         else:
             self._free.append(slot)
+
+    def free_for(self, lane: int) -> npt.NDArray[np.bool_]:
+        """[slots] whether nothing of the slot is in flight in another lane."""
+        free: npt.NDArray[np.bool_] = (self.pending == 0) | (self.lane == lane)
+        return free
 
     def settle(self, slots: IntArray) -> None:
         """A launched step of these slots has settled."""

@@ -13,21 +13,22 @@ urgent (see `memory_pressure`), so the whole always makes progress.
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from aengine.batch import SlotInit
 from aengine.policy.admission import WaitingQueue
+from aengine.policy.block_pool import NEVER
 from aengine.policy.committing import forget_unwritten, keep_computed
 from aengine.policy.deadlines import Deadlines
 from aengine.policy.kv_memory import KVMemory
 from aengine.policy.memory_pressure import MemoryPressure
-from aengine.policy.planning import Chunk, Draft, LaunchedStep, launch
+from aengine.policy.planning import Chunk, Draft, LaunchedStep, Work, launch
 from aengine.policy.row_table import RowTable
 from aengine.policy.sequence import RowUpdate, Sequence
 from aengine.policy.settling import settle
+from aengine.policy.stats import SchedulerStats
 from aengine.request import FinishReason, RequestState
 
 if TYPE_CHECKING:
@@ -37,25 +38,7 @@ if TYPE_CHECKING:
     from aengine.config import SchedulerConfig
     from aengine.request import Request
 
-__all__ = ["RowUpdate", "Scheduler", "SchedulerStats"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerStats:
-    """A snapshot. `free + cached + leased + used == total` blocks, always."""
-
-    running: int
-    waiting: int
-    steps_in_flight: int
-    preemptions: int
-    total_blocks: int
-    free_blocks: int
-    cached_blocks: int
-    leased_blocks: int
-    used_blocks: int
-    cache_nodes: int
-    cache_queried_tokens: int
-    cache_hit_tokens: int
+__all__ = ["RowUpdate", "Scheduler", "SchedulerStats", "Work"]
 
 
 class Scheduler:
@@ -175,18 +158,32 @@ class Scheduler:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def schedule(self, now: float) -> StepPlan | None:
-        """The next step, which counts as launched. None: there is nothing to launch now."""
-        if len(self._in_flight) >= self._config.max_steps_in_flight:
+    def schedule(self, now: float, work: Work = Work.ALL) -> StepPlan | None:
+        """The next step, which counts as launched. None: there is nothing to launch now.
+
+        Args:
+            now: seconds on the caller's clock.
+            work: what the step may hold. Each kind of work is a lane: its steps run one after the
+                other, at most `max_steps_in_flight` of them. A sequence changes lanes only when its
+                steps in the old one have settled, so lanes need no order between them.
+        """
+        in_lane = sum(step.work is work for step in self._in_flight.values())
+        if in_lane >= self._config.max_steps_in_flight:
             return None
+        elsewhere = in_lane < len(self._in_flight)
         all_served = self._reserve_blocks()
         rows = self._rows
-        going = rows.decoding & (rows.known < rows.limit) & (rows.computed < rows.capacity)
-        draft = Draft(self._next_step, np.flatnonzero(going).astype(np.int32))
+        draft = Draft(self._next_step, work, np.zeros(0, dtype=np.int32))
+        if work is not Work.PREFILL:
+            going = rows.decoding & (rows.known < rows.limit) & (rows.computed < rows.capacity)
+            if elsewhere:
+                going &= rows.free_for(work)
+            draft.decode_slots = np.flatnonzero(going).astype(np.int32)
         budget = self._config.max_num_batched_tokens - len(draft.decode_slots)
-        budget = self._continue_prefills(draft, budget)
-        if all_served:
-            self._admit(draft, budget, now)
+        if work is not Work.DECODE:
+            budget = self._continue_prefills(draft, budget)
+            if all_served:
+                self._admit(draft, budget, now)
         if not len(draft.decode_slots) and not draft.chunks:
             return None
         return self._launch(draft)
@@ -217,12 +214,16 @@ class Scheduler:
             slot = sequence.slot
             if sequence.held or sequence.parked or rows.known[slot] > rows.capacity[slot]:
                 continue
+            if rows.pending[slot] and rows.lane[slot] != draft.work:
+                continue
             budget -= self._add_chunk(draft, sequence, budget)
         return budget
 
     def _admit(self, draft: Draft, budget: int, now: float) -> None:
         """Give slots and blocks to waiting sequences, strictly in order of urgency."""
         memory, rows = self._memory, self._rows
+        steps = self._in_flight.items()
+        others = {step_id for step_id, step in steps if step.work is not draft.work}
         while budget > 0 and rows.num_free:
             sequence = self._queue.peek()
             if sequence is None:
@@ -230,13 +231,17 @@ class Scheduler:
             attempt = (sequence.seq_id, memory.pool.returns)
             if attempt == self._blocked:
                 return
-            if not memory.admit(sequence, spare=self._spare(sequence)):
+            if not memory.admit(sequence, alone=self.num_running == 0):
                 self._blocked = attempt
+                return
+            if others and memory.is_written_by(sequence, others):
+                # It found blocks that another lane is writing: next time they are written.
+                memory.release(sequence, NEVER)
                 return
             self._queue.admit(sequence, now)
             sequence.state = RequestState.RUNNING
             sequence.since = draft.step_id
-            cached = memory.matched_tokens(sequence)
+            cached = memory.count_match(sequence)
             if not sequence.preemptions:
                 sequence.cached_tokens = cached
             rows.take(sequence)
@@ -248,13 +253,6 @@ class Scheduler:
             )
             self._add_prefilling(sequence)
             budget -= self._add_chunk(draft, sequence, budget)
-
-    def _spare(self, sequence: Sequence) -> int:
-        """Blocks to leave for the growth of those that run already."""
-        if self.num_running == 0:
-            return 0
-        # One that was preempted comes back only if it can go on for more than a few tokens.
-        return self._memory.pool.num_blocks // 100 + (1 if sequence.preemptions else 0)
 
     def _add_chunk(self, draft: Draft, sequence: Sequence, budget: int) -> int:
         """Put the next tokens of a prefill into the step; how many."""
@@ -283,18 +281,20 @@ class Scheduler:
         return launched.plan
 
     def update(self, result: StepResult, now: float) -> list[RowUpdate]:
-        """Settle the oldest launched step: what it means for each sequence that still lives.
+        """Settle the oldest step of a lane: what it means for each sequence that still lives.
 
         Rows of sequences that ended or were preempted since the launch are dropped. The step's
         leases end here: it must have completed on the device.
 
         Raises:
-            ValueError: the result is not that of the oldest launched step.
+            ValueError: the result is not that of the oldest launched step of its lane.
         """
-        oldest = next(iter(self._in_flight), None)
-        if result.step_id != oldest:
-            raise ValueError(f"result of step {result.step_id}; the oldest in flight is {oldest}")
-        launched = self._in_flight.pop(result.step_id)
+        launched = self._in_flight.get(result.step_id)
+        steps = self._in_flight.items()
+        lane = [i for i, step in steps if launched is None or step.work is launched.work]
+        if launched is None or lane[0] != result.step_id:
+            raise ValueError(f"result of step {result.step_id}; in flight, in order, are {lane}")
+        del self._in_flight[result.step_id]
         self._memory.pool.complete(result.step_id)
         self._rows.settle(launched.plan.slots)
         if result.errors and forget_unwritten(

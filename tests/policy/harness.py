@@ -14,7 +14,7 @@ import numpy as np
 
 from aengine.batch import TokenLogprobs
 from aengine.config import SchedulerConfig
-from aengine.policy.scheduler import RowUpdate, Scheduler
+from aengine.policy.scheduler import RowUpdate, Scheduler, Work
 from aengine.request import FinishReason, Request, SamplingParams
 from aengine.testing.scripted import Faults, ScriptedLauncher, arithmetic_script
 
@@ -64,6 +64,7 @@ class Launched:
 
     plan: StepPlan
     result: StepResult
+    work: Work
     blocks: set[int] = field(default_factory=set)
 
 
@@ -96,6 +97,7 @@ class Bench:
         )
         self.num_blocks = num_blocks
         self.held: set[int] = set()
+        self.lanes: list[Work] = [Work.ALL]
         self.late: Callable[[int], bool] = lambda seq_id: False
         self.now = 0.0
         self.in_flight: deque[Launched] = deque()
@@ -111,28 +113,24 @@ class Bench:
         self.requests[request.seq_id] = request
         self.tokens[request.seq_id] = []
 
-    def launch(self, *, fails: bool = False) -> StepPlan | None:
+    def launch(self, work: Work = Work.ALL, *, fails: bool = False) -> StepPlan | None:
         """One `schedule()`, run on the device at once, settled later.
 
         A step that fails leaves rubbish where it should have written.
         """
-        plan = self.scheduler.schedule(self.now)
+        plan = self.scheduler.schedule(self.now, work)
         self.check_books()
         if plan is None:
             return None
         self.check_plan(plan)
+        self.check_lanes(plan, work)
         result = self._sample(plan)
         if fails:
             self._spoil(plan)
             error = RuntimeError("the step failed")
             result.errors = dict.fromkeys(range(plan.num_rows), error)
         result.prompt_logprobs = {row: self._speak(plan, row) for row in plan.prompt_logprob_rows}
-        blocks = {
-            int(block)
-            for row in range(plan.num_rows)
-            for block in plan.block_tables[row, : plan.num_blocks[row]]
-        }
-        self.in_flight.append(Launched(plan, result, blocks))
+        self.in_flight.append(Launched(plan, result, work, self._touched(plan)))
         return plan
 
     def _sample(self, plan: StepPlan) -> StepResult:
@@ -181,9 +179,10 @@ class Bench:
         self.forced |= {(seq_id, at + i) for i in range(len(token_ids))}
         return True
 
-    def settle(self) -> list[RowUpdate]:
-        """Settle the oldest launched step."""
-        step = self.in_flight.popleft()
+    def settle(self, work: Work | None = None) -> list[RowUpdate]:
+        """Settle the oldest launched step, or the oldest of a lane."""
+        step = next(step for step in self.in_flight if work in (None, step.work))
+        self.in_flight.remove(step)
         updates = self.scheduler.update(step.result, self.now)
         self.check_books()
         for update in updates:
@@ -203,8 +202,9 @@ class Bench:
         return ended
 
     def step(self) -> StepPlan | None:
-        """Launch what can be launched, settle down to one step in flight."""
-        plan = self.launch()
+        """Launch what can be launched in every lane, settle down to one step in flight."""
+        plans = [self.launch(work) for work in self.lanes]
+        plan = next((plan for plan in plans if plan is not None), None)
         while len(self.in_flight) >= self.config.max_steps_in_flight or (
             plan is None and self.in_flight
         ):
@@ -298,6 +298,28 @@ class Bench:
                 prompt = request.prompt_token_ids
                 wanted = [logprob(prompt[:i], prompt[i]) for i in range(1, len(prompt))]
                 assert update.prompt_logprobs == (None, *wanted)
+
+    def check_lanes(self, plan: StepPlan, work: Work) -> None:
+        """Lanes run in any order: what one writes, another must not read or write meanwhile."""
+        assert not (work is Work.PREFILL and plan.num_decode)
+        assert not (work is Work.DECODE and len(plan.prefill_token_ids))
+        touched = self._touched(plan)
+        for step in self.in_flight:
+            if step.work is not work:
+                assert not set(step.plan.slots.tolist()) & set(plan.slots.tolist())
+                assert not self._written(step.plan) & touched, "reads what another lane writes"
+                assert not self._written(plan) & step.blocks, "writes what another lane touches"
+
+    def _touched(self, plan: StepPlan) -> set[int]:
+        rows = range(plan.num_rows)
+        return {int(b) for row in rows for b in plan.block_tables[row, : plan.num_blocks[row]]}
+
+    def _written(self, plan: StepPlan) -> set[int]:
+        size, found = self.config.block_size, set()
+        for row in range(plan.num_rows):
+            start, stop = int(plan.starts[row]), int(plan.starts[row] + plan.lengths[row])
+            found |= set(plan.block_tables[row, start // size : (stop - 1) // size + 1].tolist())
+        return found
 
     def check_empty(self) -> None:
         """Nothing lives: all blocks are free or cached."""

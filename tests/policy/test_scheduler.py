@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from aengine.errors import ContextLengthError, EngineOverloadedError, InvalidRequestError
+from aengine.policy.scheduler import Work
 from aengine.request import FinishReason, StructuredOutput
 from aengine.testing.scripted import Faults
 from tests.policy.harness import Bench, request, solo
@@ -303,8 +304,46 @@ def test_results_settle_in_order() -> None:
     bench.launch()
     bench.launch()
     bench.in_flight.reverse()
-    with pytest.raises(ValueError, match="result of step 2; the oldest in flight is 1"):
+    with pytest.raises(ValueError, match=r"result of step 2; in flight, in order, are \[1, 2\]"):
         bench.settle()
+
+
+def test_lanes_settle_on_their_own_and_a_row_changes_lanes_when_it_has_settled() -> None:
+    bench = Bench(num_blocks=64, max_num_batched_tokens=16)
+    bench.add(request(1, PROMPT, 6))
+    bench.launch(Work.PREFILL)
+    assert bench.launch(Work.DECODE) is None, "its prefill is in flight in the other lane"
+    bench.settle()
+    bench.add(request(2, list(range(30)), 3))
+    long = bench.launch(Work.PREFILL)
+    assert long is not None
+    assert long.num_decode == 0
+    assert long.num_tokens == 16
+    for _ in range(3):
+        plan = bench.launch(Work.DECODE)
+        assert plan is not None
+        assert plan.seq_ids == [1]
+        bench.settle(Work.DECODE)
+    assert len(bench.tokens[1]) == 4, "decode went on beside one long prefill step"
+    bench.lanes = [Work.PREFILL, Work.DECODE]
+    bench.run()
+    bench.check_outputs()
+
+
+def test_a_prompt_waits_for_blocks_that_another_lane_is_writing() -> None:
+    bench = Bench(max_num_batched_tokens=64)
+    stem = list(range(16))
+    bench.add(request(1, [*stem, 20], 2))
+    bench.launch(Work.ALL)
+    bench.add(request(2, [*stem, 21], 2))
+    assert bench.launch(Work.PREFILL) is None
+    bench.settle()
+    plan = bench.launch(Work.PREFILL)
+    assert plan is not None
+    assert plan.starts.tolist() == [16]
+    bench.lanes = [Work.PREFILL, Work.DECODE]
+    bench.run()
+    bench.check_outputs()
 
 
 def test_two_prompts_admitted_in_one_step_share_their_beginning() -> None:

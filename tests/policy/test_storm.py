@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from aengine.policy.scheduler import Work
 from aengine.request import FinishReason, StructuredOutput
 from tests.policy.harness import VOCAB, Bench, request
 
@@ -29,6 +30,10 @@ def storm(seed: int) -> Bench:
     )
     capacity = min(num_blocks * block_size, 127)
     stems = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(2)]
+    # One lane for everything, two lanes side by side, or all of them in turn.
+    bench.lanes = rng.choice(
+        [[Work.ALL], [Work.ALL], [Work.PREFILL, Work.DECODE], [Work.ALL, Work.PREFILL, Work.DECODE]]
+    )
     bench.late = lambda seq_id: rng.random() < 0.2
     for seq_id in range(1, rng.randint(10, 30)):
         tail = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 10))]
@@ -64,10 +69,10 @@ def _weather(bench: Bench, rng: random.Random) -> None:
         bench.ended[seq_id] = FinishReason.DEADLINE
     roll = rng.random()
     if roll < 0.45:
-        bench.launch(fails=rng.random() < 0.02)
+        bench.launch(rng.choice(bench.lanes), fails=rng.random() < 0.02)
     elif roll < 0.85:
         if bench.in_flight:
-            bench.settle()
+            bench.settle(rng.choice(list(bench.in_flight)).work)
     elif roll < 0.89 and live:
         bench.finish(rng.choice(live))
     elif roll < 0.92 and live:

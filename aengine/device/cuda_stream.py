@@ -16,11 +16,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aengine.device.completions import HostCompletion, lost
-from aengine.device.cpu import as_device_error, name_of, unwrap
 from aengine.device.cuda_launch import PreparedLaunch
 from aengine.device.cuda_point import CudaCompletion
 from aengine.device.driver import Event
 from aengine.device.future import DeviceFuture
+from aengine.device.launching import as_device_error, name_of, unwrap
 from aengine.device.pace import Pace
 from aengine.errors import DeviceError
 

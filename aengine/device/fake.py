@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aengine.device.completions import HostCompletion, Reactor, lost
-from aengine.device.cpu import as_device_error, unwrap
 from aengine.device.fake_memory import Access, FakeBuffer, unordered
 from aengine.device.fake_stream import FakeStream
 from aengine.device.future import DeviceFuture
+from aengine.device.launching import as_device_error, unwrap
 from aengine.errors import DeviceError
 
 if TYPE_CHECKING:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from aengine.device.completions import HostCompletion
-from aengine.device.cpu import name_of
 from aengine.device.future import DeviceFuture
+from aengine.device.launching import as_host, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aengine.device.completions import HostCompletion
     from aengine.device.fake import FakeDevice
     from aengine.device.protocols import Completion
 
@@ -60,6 +60,4 @@ class FakeStream:
             TypeError: `completion` is none of this package's.
             DeviceError: the device is closed.
         """
-        if not isinstance(completion, HostCompletion):
-            raise TypeError(f"{completion!r} is no completion of an aengine device")
-        self._device._enqueue(self._name, "wait", (completion,))
+        self._device._enqueue(self._name, "wait", (as_host(completion),))

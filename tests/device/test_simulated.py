@@ -240,6 +240,7 @@ async def test_bookkeeping_does_not_grow(device: CudaDevice, simulated: Simulate
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     (port,) = device.reactor.ports()
+    device.patrol()  # what the watchdog does every 25 ms
     assert not stream.pending
     assert not port._posted
     assert len(port._watched) <= 2

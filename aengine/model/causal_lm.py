@@ -122,8 +122,11 @@ class CausalLM:
         parallel: this rank's share.
         ops: the operators that the layers call.
 
+    `num_kv_heads` and `weight_bytes` are those of this rank.
+
     Raises:
         ModelLoadError: tensors are missing, unexpected or misshapen; the message lists them.
+        ConfigError: the model cannot be split over the ranks.
     """
 
     def __init__(
@@ -146,6 +149,7 @@ class CausalLM:
         }
         self.config = spec.config
         self.vocab_size = spec.config.vocab_size
+        self.num_kv_heads = parallel.split_kv_heads(spec.config.num_kv_heads).size
         self._ops = ops or Ops()
         self._embedding = VocabEmbedding(reader, spec, parallel)
         self._layers = [
@@ -164,10 +168,16 @@ class CausalLM:
         )
         self._head = VocabHead(reader, spec, parallel, self._embedding)
         reader.finish()
+        self.weight_bytes = reader.bytes_handed_out
 
     @property
     def num_layers(self) -> int:
         return len(self._layers)
+
+    @property
+    def embedding_weight(self) -> torch.Tensor:
+        """[rows of this rank, K]."""
+        return self._embedding.weight
 
     def embed(self, batch: ForwardBatch) -> Hidden:
         """The stream before the first layer."""

@@ -66,6 +66,7 @@ class WeightReader:
         self.device = device
         self._weights = weights
         self._seed = seed
+        self.bytes_handed_out = 0
         self._used: set[str] = set()
         self._missing: list[str] = []
         self._misshapen: list[str] = []
@@ -78,7 +79,7 @@ class WeightReader:
         if shard is not None:
             full = full.narrow(dim, shard.start, shard.size)
         # A clone, where nothing was converted: the model must not alias the caller's tensors.
-        return full.to(self.device, self.dtype, copy=True).contiguous()
+        return self._counted(full.to(self.device, self.dtype, copy=True).contiguous())
 
     def merged(
         self, parts: Sequence[tuple[str, tuple[int, ...], Shard | None]], *, dim: int = 0
@@ -100,7 +101,7 @@ class WeightReader:
             full = self._full(name, (size,)).float() + offset
         if shard is not None:
             full = full[shard.start : shard.stop]
-        return full.to(self.device, torch.float32, copy=True)
+        return self._counted(full.to(self.device, torch.float32, copy=True))
 
     def merged_linear(
         self,
@@ -190,6 +191,10 @@ class WeightReader:
         if isinstance(weight, torch.Tensor):
             return weight
         return torch.as_tensor(weight.dequantize())
+
+    def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.bytes_handed_out += tensor.nbytes
+        return tensor
 
     def _placeholder(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Stands for a tensor that `finish` will complain about; takes no memory."""

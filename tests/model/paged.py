@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,7 +31,8 @@ def run(
         sequences: token ids.
         chunks: how many tokens each step computes of each sequence, repeated at its end.
     """
-    cache = KVCacheSpec.of(model.config, block_size=BLOCK, dtype=torch.float32)
+    whole = KVCacheSpec.of(model.config, block_size=BLOCK, dtype=torch.float32)
+    cache = replace(whole, num_kv_heads=model.num_kv_heads)
     per_sequence = -(-max(map(len, sequences)) // BLOCK)
     layers = cache.allocate(per_sequence * len(sequences), torch.device("cpu"))
     # Blocks interleave, so that a row that reads another's block is seen.

@@ -73,13 +73,15 @@ class LoopPort:
         loop = self._loop()
         if loop is None or loop.is_closed():
             self._posted.clear()
-        elif self._bell is not None:
-            self._bell.ring()
         else:
-            try:
-                loop.call_soon_threadsafe(self._drain)
-            except RuntimeError:  # closed between the look and the call
-                self._posted.clear()
+            bell = self._bell
+            if bell is not None:
+                bell.ring()
+            if bell is None or self._bell is not bell:  # never had one, or left the loop just now
+                try:
+                    loop.call_soon_threadsafe(self._drain)
+                except RuntimeError:  # closed between the look and the call
+                    self._posted.clear()
 
     def _drain(self) -> None:
         # Disarm first: whoever posts after the last pop then rings again.
@@ -102,8 +104,10 @@ class LoopPort:
     def detach(self) -> None:
         """Leave the loop (in its thread). What is posted later takes the loop's own way in."""
         loop = self._loop()
-        self._drain()
         bell, self._bell = self._bell, None
+        # After the change: who rang the old bell before it has posted by now, and who rings it
+        # later sees the change and takes the loop's way in.
+        self._drain()
         if bell is not None:
             if loop is not None and not loop.is_closed():
                 loop.remove_reader(bell.fileno())

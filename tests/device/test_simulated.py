@@ -112,7 +112,7 @@ async def test_launch_lists(fake_driver: Driver, simulated: Simulated) -> None:
     source, target = ctypes.create_string_buffer(b"tokens"), ctypes.create_string_buffer(6)
     prepared = stream.prepare(
         [
-            (simulated.kernel_address(), (stream.handle, 1_000_000)),
+            (simulated.kernel_address(), (stream.handle, 20_000_000)),
             (
                 "cuMemcpyDtoHAsync_v2",
                 (ctypes.addressof(target), ctypes.addressof(source), 6, stream.handle),

@@ -7,7 +7,7 @@ A `WeightReader` is asked for every tensor that a family wants. It never loads p
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from aengine.model.parallel import ParallelConfig, Shard
+    from aengine.model.tensors import WeightTensor
 
 _LISTED = 12
 """Names that an error lists of each kind before it only counts."""
@@ -25,19 +26,14 @@ _LISTED = 12
 _DUMMY_STD = 0.02
 
 
-class Weight(Protocol):
-    """A checkpoint's tensor, as `aengine.model.weights` gives it."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-
-    def dequantize(self) -> Any: ...
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Stored types that torch has too: their bytes need no decoding."""
 
 
 class Weights(Protocol):
     """Tensors by their Hugging Face names: a dict of tensors, or a checkpoint's `WeightSource`."""
 
-    def __getitem__(self, name: str, /) -> Weight | torch.Tensor: ...
+    def __getitem__(self, name: str, /) -> WeightTensor | torch.Tensor: ...
 
     def __contains__(self, name: object, /) -> bool: ...
 
@@ -190,7 +186,7 @@ class WeightReader:
             return self._placeholder(shape)
         if isinstance(weight, torch.Tensor):
             return weight
-        return torch.as_tensor(weight.dequantize())
+        return decoded(weight)
 
     def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
         self.bytes_handed_out += tensor.nbytes
@@ -202,9 +198,24 @@ class WeightReader:
 
     def _random(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         generator = torch.Generator(self.device)
-        generator.manual_seed((self._seed << 32) + zlib.crc32(name.encode()))
+        # 32 bits: the CPU's generator looks at no more.
+        generator.manual_seed(zlib.crc32(f"{self._seed}:{name}".encode()))
         full = torch.empty(shape, dtype=self.dtype, device=self.device)
         return full.normal_(std=_DUMMY_STD, generator=generator)
+
+
+def decoded(weight: WeightTensor) -> torch.Tensor:
+    """A stored tensor's values, in its own type where torch has that and else in float32.
+
+    A view of the file's pages where nothing had to be decoded, so that a shard reads only its own.
+    """
+    dtype = _PLAIN.get(weight.dtype)
+    if dtype is None:
+        return torch.from_numpy(weight.dequantize())
+    raw = weight.raw
+    if not raw.flags.c_contiguous or raw.ctypes.data % dtype.itemsize:
+        raw = raw.copy()
+    return torch.from_numpy(raw).view(dtype).reshape(weight.shape)
 
 
 def _listed(names: Sequence[str]) -> str:

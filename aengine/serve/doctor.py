@@ -19,7 +19,7 @@ def examine() -> dict[str, str]:
         "cores": str(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()),
         "event loop": "uvloop" if importlib.util.find_spec("uvloop") else "asyncio",
         "completion queue": _module("aengine_ext._completions", "pure Python takes its place"),
-        "CPU kernels": _cpu_kernels(),
+        "CPU kernels": _module("aengine_ext._cpu", "torch computes instead"),
     }
     return found | _torch()
 
@@ -30,12 +30,6 @@ def _module(name: str, otherwise: str) -> str:
     except ImportError as error:
         return f"not built ({error}): {otherwise}"
     return "built"
-
-
-def _cpu_kernels() -> str:
-    from aengine.kernels import native
-
-    return native.describe()
 
 
 def _torch() -> dict[str, str]:

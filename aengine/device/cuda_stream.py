@@ -197,6 +197,8 @@ class CudaStream:
         counters.add("waits_spun")
         if spin.reached:
             counters.observe_wakeup(spin.back_ns - spin.seen_ns)
+            if (trace := self.device.reactor.trace) is not None:
+                trace.span("wake-up", spin.seen_ns, spin.back_ns, track="wake-ups")
         clock.regained(spin.back_ns - spin.seen_ns)
         if spin.exact:
             clock.anchor(spin.point.event, spin.seen_ns)

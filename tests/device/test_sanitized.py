@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(320)
 def test_the_extension_under_the_address_sanitizer(tmp_path: Path) -> None:
     compiler = shutil.which("gcc")
     if compiler is None:
@@ -48,12 +49,12 @@ def test_the_extension_under_the_address_sanitizer(tmp_path: Path) -> None:
     files = [f"tests/device/test_{name}.py" for name in ("extension", "simulated", "contract")]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     done = subprocess.run(
-        [*command, "-k", "not cpu-python and not uvloop", "--timeout", "150"],
+        [*command, "-k", "not cpu-python and not uvloop", "--timeout", "120"],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=300,
         check=False,
     )
     report = done.stdout[-3000:] + done.stderr[-3000:]

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 
 from aengine.errors import ConfigError
-from aengine.model import causal_lm
 from aengine.model.causal_lm import CausalLM
 from aengine.model.config import ModelConfig
-from aengine.model.loading import WeightReader
 from aengine.model.parallel import ParallelConfig, Shard, TorchCollectives
 from aengine.model.registry import decoder_spec
+from tests.model.checkpoints import random_checkpoint
 from tests.model.paged import run
+
+if TYPE_CHECKING:
+    from aengine.model.decoder import DecoderSpec
 
 SIZES = {
     "vocab_size": 97,  # odd: the last rank's shard of the vocabulary is smaller
@@ -55,24 +56,13 @@ SEQUENCES = [[5, 96, 31, 7, 0, 48, 49, 50, 2], [95]]
 CHUNKS = [4, 1, 2]
 
 
-def checkpoint(case: str) -> dict[str, torch.Tensor]:
-    """Random tensors of every name and shape that the model asks for."""
-    made: dict[str, torch.Tensor] = {}
-    generator = torch.Generator().manual_seed(len(case))
-
-    class Making(WeightReader):
-        def _full(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-            made[name] = torch.empty(shape).normal_(std=0.3, generator=generator)
-            return made[name]
-
-    with mock.patch.object(causal_lm, "WeightReader", Making):
-        model(case, {}, ParallelConfig())
-    return made
+def spec(case: str) -> DecoderSpec:
+    return decoder_spec(ModelConfig.from_hf({**SIZES, **CASES[case]}), 64)
 
 
 def model(case: str, weights: dict[str, torch.Tensor] | None, parallel: ParallelConfig) -> CausalLM:
     return CausalLM(
-        decoder_spec(ModelConfig.from_hf({**SIZES, **CASES[case]}), 64),
+        spec(case),
         weights,
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -104,7 +94,7 @@ class Ranks(NamedTuple):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     folder = tmp_path_factory.mktemp("ranks")
-    weights = {case: checkpoint(case) for case in CASES}
+    weights = {case: random_checkpoint(spec(case)) for case in CASES}
     torch.save(weights, folder / "weights.pt")
     mp.spawn(rank_main, args=(str(folder),), nprocs=2)
     return Ranks(weights, [torch.load(folder / f"{rank}.pt") for rank in range(2)])

@@ -44,8 +44,13 @@ class PreparedLaunch:
         Returns:
             The record. It has failed already if a call did (what was called before that stays
             enqueued) or the device is lost.
+
+        Raises:
+            DeviceError: the device is closed.
         """
         stream, start = self._stream, time.perf_counter_ns()
+        stream.device.check_open()
+        stream.device.reactor.counters.add("launches")
         start_event = stream.mark_start()
         return stream.record_after(self._run, self._key, holds, start, start_event)
 

@@ -110,6 +110,10 @@ class CudaStream:
                 with device.guard(self.handle):
                     value = fn(*values)
             except BaseException as error:
+                if not isinstance(error, Exception):
+                    # It is for this thread (an interrupt), not for who awaits.
+                    self._stranded.append((fn, args, values))
+                    raise
                 device.look_for_loss()
                 failure = device.loss()
                 if failure is None:
@@ -260,10 +264,10 @@ class CudaStream:
                     return self._failed(failure)
                 if self._inflight or self.spins:
                     self.settle()
-                sequence = (self._sequence + 1) % WRAP
+                # Used up even if the call fails: the word may have been written by then.
+                sequence = self._sequence = (self._sequence + 1) % WRAP
                 event = Event(device.driver, device.event_flags)
                 call(event, sequence)
-                self._sequence = sequence
                 if self._stranded:
                     holds, self._stranded = (holds, self._stranded), []
                 point = CudaCompletion(self, sequence, event, key, holds)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aengine.device.completions import LoopPort
+from aengine.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -113,7 +114,10 @@ class CudaPort(LoopPort):
             if watched.point.stream is stream and not _later(watched.point, point):
                 return  # will come no later, and then looks for who else waits
         with device.current():
-            lane = stream.take_lane()
+            try:
+                lane = stream.take_lane()
+            except DeviceError:
+                return  # no side stream to be had: the watchdog will see the point, or the loss
             self._count += 1
             ticket = self._bell.ticket(self._count)
             code = device.driver.calls["stream_wait"](lane, point.event.handle, 0)

@@ -140,6 +140,43 @@ async def test_launch_lists(fake_driver: Driver, simulated: Simulated) -> None:
     device.close()
 
 
+async def test_a_record_that_failed_half_way_passes_for_no_other(
+    fake_driver: Driver, simulated: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = _device(fake_driver)
+    stream = device.stream("forward")
+    await stream.record()
+    with monkeypatch.context() as patch:
+        patch.setitem(fake_driver.calls, "event_record", lambda event, stream: 1)
+        failed = stream.record()  # its word is written, its event is not
+    with pytest.raises(DeviceError, match="recording"):
+        await failed
+    gate = ctypes.c_uint32(0)
+    held_up = stream.prepare(
+        [("cuStreamWaitValue32_v2", (stream.handle, ctypes.addressof(gate), 1, 0))]
+    ).launch()
+    await asyncio.sleep(0.01)
+    assert not held_up.done()
+    gate.value = 1
+    await held_up
+    device.close()
+
+
+async def test_an_interrupt_during_a_launch_is_the_threads(
+    fake_driver: Driver, simulated: Simulated
+) -> None:
+    device = _device(fake_driver)
+    stream = device.stream("forward")
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stream.launch(interrupted)
+    assert await stream.launch(lambda: 1) == 1
+    device.close()
+
+
 async def test_launch_lists_need_the_extension(fake_driver: Driver) -> None:
     device = _device(fake_driver, native=None)
     with pytest.raises(DeviceError, match="extension"):

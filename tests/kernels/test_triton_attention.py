@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 import torch
 
-from .paged import PagedCase, make_case, naive_attention
-from .triton_device import DEVICE, INTERPRETED, needs_device, poison, relative_error
-
 from aengine.kernels import attention as twin
 from aengine.kernels.attention import KVLayer
 from aengine.kernels.triton_attention import paged_attention
 from aengine.kernels.triton_decode import DecodeTile, DecodeWorkspace, decode_attention
 from aengine.kernels.triton_prefill import PrefillTile, prefill_attention
+
+from .paged import PagedCase, make_case, naive_attention
+from .triton_device import DEVICE, INTERPRETED, needs_device, poison, relative_error
 
 pytestmark = needs_device
 
@@ -82,6 +82,8 @@ def test_matches_float64_loops(heads, kv_heads, dim, block_size, window, cap):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
+    if INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("the interpreter multiplies the bits of bf16 matrices")
     case = make_case([1, 1, 17, 6], [33, 130, 17, 70], heads=8, kv_heads=2, dim=64, dtype=dtype)
     got = run(case)
     assert got.dtype == dtype
@@ -92,7 +94,7 @@ def test_half_precision(dtype):
 @pytest.mark.parametrize("splits", [1, 2, 8])
 def test_decode_splits(splits, window):
     """Rows of one part, of some and of all parts, beside padding rows of context 0."""
-    lens = [1, 15, 16, 17, 63, 130, 257]
+    lens = [1, 17, 63, 257]
     case = make_case([1] * len(lens), lens, heads=4, kv_heads=2, dim=32, seed=splits)
     want = naive_attention(case, SCALE, sliding_window=window)
     moved = on_device(case)
@@ -142,7 +144,7 @@ def test_a_workspace_that_is_too_small_is_refused():
         )
 
 
-@pytest.mark.parametrize("lengths", [[1], [129, 1, 40], [3] * 9, [64, 65, 63]])
+@pytest.mark.parametrize("lengths", [[1], [37, 1, 20], [3] * 9, [32, 11, 21]])
 def test_prefill_finds_its_rows(lengths):
     """More rows than tiles, rows that end on a tile's edge, prefixes of any length."""
     contexts = [length + 13 * i for i, length in enumerate(lengths)]
@@ -157,7 +159,7 @@ def test_prefill_finds_its_rows(lengths):
         SCALE,
         num_tokens=sum(lengths),
         out=torch.full_like(moved.q_TND, float("nan")),
-        tile=PrefillTile(queries=32, keys=32, warps=4, stages=2),
+        tile=PrefillTile(queries=32, keys=16, warps=4, stages=2),
     )
     assert relative_error(got, naive_attention(case, SCALE)) < BOUND[torch.float32]
 

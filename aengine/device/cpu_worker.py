@@ -176,9 +176,9 @@ class Launch:
         try:
             if failure is not None:
                 raise failure
-            for arg in args:
-                if isinstance(arg, DeviceFuture):
-                    jobs.wait_for(arg.completion)
+            # No name for an argument here: it would live until this function returns.
+            for point in [arg.completion for arg in args if isinstance(arg, DeviceFuture)]:
+                jobs.wait_for(point)
             assert fn is not None
             value = fn(*(unwrap(arg) for arg in args))
         except BaseException as error:

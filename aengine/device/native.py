@@ -19,5 +19,6 @@ def load_native() -> ModuleType | None:
     try:
         return importlib.import_module("aengine_ext._completions")
     except ImportError as error:
-        logger.info("completions use the pure-Python reactor: %s", error)
+        # As text: a log record that keeps the exception would keep every frame it came through.
+        logger.info("completions use the pure-Python reactor: %s", str(error))
         return None

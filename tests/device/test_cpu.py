@@ -55,11 +55,12 @@ async def test_an_initializer_that_fails_fails_the_work() -> None:
     device.close()
 
 
-async def test_nothing_of_a_step_stays_in_the_worker() -> None:
+@pytest.mark.parametrize("native", ["auto", None])
+async def test_nothing_of_a_step_stays_in_the_worker(native: str | None) -> None:
     class Thing:
         pass
 
-    device = CpuDevice()
+    device = CpuDevice(native=native)
     stream = device.stream("s")
     gc.disable()
     try:

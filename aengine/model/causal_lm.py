@@ -122,7 +122,7 @@ class CausalLM:
         parallel: this rank's share.
         ops: the operators that the layers call.
 
-    `num_kv_heads` and `weight_bytes` are those of this rank.
+    `num_heads`, `num_kv_heads` and `weight_bytes` are those of this rank.
 
     Raises:
         ModelLoadError: tensors are missing, unexpected or misshapen; the message lists them.
@@ -149,6 +149,7 @@ class CausalLM:
         }
         self.config = spec.config
         self.vocab_size = spec.config.vocab_size
+        self.num_heads = parallel.split("num_heads", spec.config.num_heads).size
         self.num_kv_heads = parallel.split_kv_heads(spec.config.num_kv_heads).size
         self._ops = ops or Ops()
         self._embedding = VocabEmbedding(reader, spec, parallel)

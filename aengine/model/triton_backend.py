@@ -1,0 +1,85 @@
+"""The Triton kernels as a model's operators and attention; imported only where Triton is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aengine.kernels.ops import Ops
+from aengine.kernels.triton_activation import gated_activation
+from aengine.kernels.triton_attention import paged_attention
+from aengine.kernels.triton_decode import DecodeWorkspace
+from aengine.kernels.triton_norm import add_rms_norm, rms_norm
+from aengine.kernels.triton_rope import rope_write_kv, write_kv
+
+if TYPE_CHECKING:
+    import torch
+
+    from aengine.kernels.attention import KVLayer
+    from aengine.model.batch import ForwardBatch
+    from aengine.model.causal_lm import CausalLM
+
+
+def triton_ops() -> Ops:
+    """Norms and activations by Triton; the experts stay with their plain-torch twin, which asks
+    the device which of them were chosen and so cannot be captured in a graph."""
+    return Ops(rms_norm=rms_norm, add_rms_norm=add_rms_norm, gated_activation=gated_activation)
+
+
+class TritonBackend:
+    """Paged attention by Triton, for one lane.
+
+    Args:
+        model: whose heads the workspace is made for.
+        max_rows: most decode rows of a batch.
+        device: where the workspace goes.
+    """
+
+    def __init__(self, model: CausalLM, *, max_rows: int, device: torch.device) -> None:
+        self._workspace = DecodeWorkspace.allocate(
+            max_rows=max_rows,
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.config.head_dim,
+            device=device,
+        )
+
+    def write(
+        self,
+        q_TND: torch.Tensor,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+        cos_sin: torch.Tensor | None,
+        batch: ForwardBatch,
+        kv: KVLayer,
+    ) -> torch.Tensor:
+        """See `aengine.model.attention.AttentionBackend.write`."""
+        if cos_sin is None:
+            write_kv(k_THD, v_THD, kv, batch.slot_mapping)
+            return q_TND
+        return rope_write_kv(q_TND, k_THD, v_THD, cos_sin, batch.positions, kv, batch.slot_mapping)
+
+    def attend(
+        self,
+        q_TND: torch.Tensor,
+        batch: ForwardBatch,
+        kv: KVLayer,
+        scale: float,
+        *,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> torch.Tensor:
+        """See `aengine.model.attention.AttentionBackend.attend`."""
+        return paged_attention(
+            q_TND,
+            kv,
+            batch.block_tables,
+            batch.query_start,
+            batch.context_lens,
+            scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            num_decode=batch.num_decode,
+            max_query_len=batch.max_query_len,
+            max_context_len=batch.max_context_len,
+            workspace=self._workspace,
+        )

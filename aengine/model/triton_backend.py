@@ -8,6 +8,7 @@ from aengine.kernels.ops import Ops
 from aengine.kernels.triton_activation import gated_activation
 from aengine.kernels.triton_attention import paged_attention
 from aengine.kernels.triton_decode import DecodeWorkspace
+from aengine.kernels.triton_moe import moe_mlp
 from aengine.kernels.triton_norm import add_rms_norm, rms_norm
 from aengine.kernels.triton_rope import rope_write_kv, write_kv
 
@@ -20,9 +21,13 @@ if TYPE_CHECKING:
 
 
 def triton_ops() -> Ops:
-    """Norms and activations by Triton; the experts stay with their plain-torch twin, which asks
-    the device which of them were chosen and so cannot be captured in a graph."""
-    return Ops(rms_norm=rms_norm, add_rms_norm=add_rms_norm, gated_activation=gated_activation)
+    """Norms, activations and experts by Triton; none of them waits for the device."""
+    return Ops(
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        gated_activation=gated_activation,
+        moe_mlp=moe_mlp,
+    )
 
 
 class TritonBackend:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aengine.kernels.attention import KVLayer, write_kv
+from aengine.kernels.norm import rms_norm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,6 +65,10 @@ def rope_write_kv(
     positions: torch.Tensor,
     kv: KVLayer,
     slot_mapping: torch.Tensor,
+    *,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
     """Rotate queries and keys, write keys and values at their slots.
 
@@ -72,9 +77,14 @@ def rope_write_kv(
             rotate `q_TND` in place.
         cos_sin, positions: as in `apply_rope`.
         kv, slot_mapping: as in `aengine.kernels.attention.write_kv`.
+        q_weight, k_weight: [D] weights of an RMS norm of each head that comes before the turn;
+            both or neither.
+        eps: that norm's.
 
     Returns:
         The rotated queries, [T, N, D].
     """
+    if q_weight is not None and k_weight is not None:
+        q_TND, k_THD = rms_norm(q_TND, q_weight, eps), rms_norm(k_THD, k_weight, eps)
     write_kv(apply_rope(k_THD, cos_sin, positions), v_THD, kv, slot_mapping)
     return apply_rope(q_TND, cos_sin, positions)

@@ -6,9 +6,10 @@ The model gets it by argument; there is no current context.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from aengine.kernels.attention import plan_attention, run_attention, write_kv
+from aengine.kernels.norm import rms_norm
 from aengine.kernels.rope import rope_write_kv
 
 if TYPE_CHECKING:
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
 
     from aengine.kernels.attention import AttentionGroup, KVLayer
     from aengine.model.batch import ForwardBatch
+
+
+class HeadNorm(NamedTuple):
+    """An RMS norm of each head of queries and keys, before they turn: weights [D] and epsilon."""
+
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    eps: float
 
 
 class AttentionBackend(Protocol):
@@ -29,9 +38,12 @@ class AttentionBackend(Protocol):
         cos_sin: torch.Tensor | None,
         batch: ForwardBatch,
         kv: KVLayer,
+        *,
+        norm: HeadNorm | None = None,
     ) -> torch.Tensor:
-        """Rotate queries and keys (unless `cos_sin` is None), write keys and values at the batch's
-        slots, and return the queries, [T, N, D]. May rotate `q_TND` in place."""
+        """Normalise the heads of queries and keys (if `norm` is given), rotate them (unless
+        `cos_sin` is None), write keys and values at the batch's slots, and return the queries,
+        [T, N, D]. May change `q_TND` in place."""
         ...
 
     def attend(
@@ -67,8 +79,13 @@ class TorchBackend:
         cos_sin: torch.Tensor | None,
         batch: ForwardBatch,
         kv: KVLayer,
+        *,
+        norm: HeadNorm | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.write`."""
+        if norm is not None:
+            q_TND = rms_norm(q_TND, norm.q_weight, norm.eps)
+            k_THD = rms_norm(k_THD, norm.k_weight, norm.eps)
         if cos_sin is None:
             write_kv(k_THD, v_THD, kv, batch.slot_mapping)
             return q_TND

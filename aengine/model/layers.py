@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from aengine.model.attention import HeadNorm
+
 if TYPE_CHECKING:
     from aengine.kernels.attention import KVLayer
     from aengine.kernels.ops import Ops
@@ -85,8 +87,8 @@ class VocabHead:
         return logits
 
 
-class QkNorm:
-    """Normalisation of queries or keys before they turn: a head at a time, or over all heads."""
+class WideNorm:
+    """Normalisation of queries or keys over all their heads, this rank's and the others'."""
 
     def __init__(
         self,
@@ -99,24 +101,21 @@ class QkNorm:
     ) -> None:
         dim = spec.config.head_dim
         self._eps = spec.config.rms_norm_eps
-        self._full_width = total_heads * dim if spec.qk_norm == "full" else None
+        self._width = total_heads * dim
         self._parallel = parallel
         self._repeats = parallel.copies(total_heads)
-        size, shard = dim, None
-        if self._full_width is not None:
-            size, shard = self._full_width, heads.times(dim)
-        self._weight = reader.norm(name, size, offset=spec.norm_offset, shard=shard)
+        self._weight = reader.norm(
+            name, self._width, offset=spec.norm_offset, shard=heads.times(dim)
+        )
 
     def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
         """[T, N, D] -> [T, N, D]."""
-        if self._full_width is None:
-            return ops.rms_norm(x, self._weight, self._eps)
         flat = x.flatten(1)
         if self._parallel.world_size == 1:
             return ops.rms_norm(flat, self._weight, self._eps).view(x.shape)
         wide = flat.float()
         squares = self._parallel.collectives.all_reduce(wide.square().sum(-1, keepdim=True))
-        mean = squares / (self._full_width * self._repeats)
+        mean = squares / (self._width * self._repeats)
         wide = wide * torch.rsqrt(mean + self._eps) * self._weight
         return wide.to(x.dtype).view(x.shape)
 
@@ -151,14 +150,16 @@ class Attention:
         self.o = reader.row_parallel(
             f"{prefix}.o_proj", shape, q_heads.times(dim), spec.o_bias, parallel
         )
-        self._q_norm = self._k_norm = None
-        if spec.qk_norm is not None:
-            self._q_norm = QkNorm(
-                reader, f"{prefix}.q_norm.weight", spec, q_heads, config.num_heads, parallel
-            )
-            self._k_norm = QkNorm(
-                reader, f"{prefix}.k_norm.weight", spec, kv_heads, config.num_kv_heads, parallel
-            )
+        self._head_norm: HeadNorm | None = None
+        self._q_norm: WideNorm | None = None
+        self._k_norm: WideNorm | None = None
+        names = f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight"
+        if spec.qk_norm == "head":
+            q, k = (reader.norm(name, dim, offset=spec.norm_offset) for name in names)
+            self._head_norm = HeadNorm(q, k, config.rms_norm_eps)
+        elif spec.qk_norm == "full":
+            self._q_norm = WideNorm(reader, names[0], spec, q_heads, config.num_heads, parallel)
+            self._k_norm = WideNorm(reader, names[1], spec, kv_heads, config.num_kv_heads, parallel)
 
     def __call__(
         self,
@@ -174,7 +175,7 @@ class Attention:
         q, k, v = (part.view(len(x), -1, self._dim) for part in parts)
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._q_norm(q, ops), self._k_norm(k, ops)
-        q = backend.write(q, k, v, self._cos_sin, batch, kv)
+        q = backend.write(q, k, v, self._cos_sin, batch, kv, norm=self._head_norm)
         out = backend.attend(
             q,
             batch,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from aengine.kernels.attention import KVLayer
+    from aengine.model.attention import HeadNorm
     from aengine.model.batch import ForwardBatch
     from aengine.model.causal_lm import CausalLM
 
@@ -56,12 +57,28 @@ class TritonBackend:
         cos_sin: torch.Tensor | None,
         batch: ForwardBatch,
         kv: KVLayer,
+        *,
+        norm: HeadNorm | None = None,
     ) -> torch.Tensor:
-        """See `aengine.model.attention.AttentionBackend.write`."""
+        """See `aengine.model.attention.AttentionBackend.write`: one launch, where heads turn."""
         if cos_sin is None:
+            if norm is not None:
+                q_TND = rms_norm(q_TND, norm.q_weight, norm.eps)
+                k_THD = rms_norm(k_THD, norm.k_weight, norm.eps)
             write_kv(k_THD, v_THD, kv, batch.slot_mapping)
             return q_TND
-        return rope_write_kv(q_TND, k_THD, v_THD, cos_sin, batch.positions, kv, batch.slot_mapping)
+        return rope_write_kv(
+            q_TND,
+            k_THD,
+            v_THD,
+            cos_sin,
+            batch.positions,
+            kv,
+            batch.slot_mapping,
+            q_weight=None if norm is None else norm.q_weight,
+            k_weight=None if norm is None else norm.k_weight,
+            eps=0.0 if norm is None else norm.eps,
+        )
 
     def attend(
         self,

@@ -75,6 +75,22 @@ def test_rope_write_kv_is_rope_then_write():
     torch.testing.assert_close(kv.v.view(16, 1, 8)[slots], want_v)
 
 
+def test_rope_write_kv_normalises_heads_first():
+    table = rope_table(torch.tensor([1.0, 0.1, 0.01, 0.001]), 32)
+    q, k, v = torch.randn(5, 2, 8), torch.randn(5, 1, 8), torch.randn(5, 1, 8)
+    weights = {"q_weight": torch.randn(8), "k_weight": torch.randn(8), "eps": 1e-5}
+    kv = KVLayer(torch.zeros(2, 8, 1, 8), torch.zeros(2, 8, 1, 8))
+    slots = torch.arange(5)
+    got = rope_write_kv(q, k, v, table, torch.arange(5), kv, slots, **weights)
+    want_q, want_k = (
+        apply_rope(rms64(x, weights[name], 1e-5).float(), table, torch.arange(5))
+        for x, name in ((q, "q_weight"), (k, "k_weight"))
+    )
+    torch.testing.assert_close(got, want_q, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(kv.k.view(16, 1, 8)[slots], want_k, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(kv.v.view(16, 1, 8)[slots], v)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
 def test_gated_activation(dtype, activation):

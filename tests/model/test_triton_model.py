@@ -101,5 +101,5 @@ def test_interpreted() -> None:
 
 if __name__ == "__main__":
     # Interpreting is slow: the families that between them use every kernel's every branch.
-    for name in ("Gemma2", "Phi3", "SmolLM3", "Qwen3Moe"):
+    for name in ("Gemma2", "Gemma3", "Phi3", "SmolLM3", "Qwen3Moe"):
         compare(name)

@@ -34,27 +34,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 HIDDEN, HEADS, KV_HEADS, DIM, INTERMEDIATE, VOCABULARY = 4096, 32, 8, 128, 14336, 128256
-PAGE = 16
 LAYERS = 4
 COPY_BYTES_PER_S = 4.24e12
 MATRIX_FLOP_PER_S = 790e12
 
 DECODE_TILES = [
-    DecodeTile(keys=keys, splits=splits, warps=warps, stages=stages)
-    for keys, warps, stages in [
-        (64, 4, 3), (64, 4, 2), (64, 4, 4), (32, 4, 4), (32, 2, 4), (64, 2, 3), (128, 4, 2),
-        (128, 4, 3), (128, 8, 2),
-    ]
-    for splits in (1, 4, 8, 16)
-]  # fmt: skip
+    DecodeTile(keys=keys, splits=splits, warps=4, stages=3, shortest=shortest)
+    for keys in (64, 128)
+    for splits, shortest in [(1, 128), (4, 64), (8, 128), (16, 64), (4, 2048)]
+]
 PREFILL_TILES = [
-    PrefillTile(queries=queries, keys=keys, warps=warps, stages=stages)
+    PrefillTile(queries=queries, keys=keys, warps=warps, stages=stages, boxes=True)
     for queries, keys, warps, stages in [
-        (128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2), (128, 64, 4, 3),
-        (128, 32, 4, 3), (128, 32, 4, 4), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2),
-        (256, 64, 8, 2), (128, 128, 4, 2),
+        (128, 64, 4, 3),
+        (128, 64, 4, 2),
+        (128, 32, 4, 4),
+        (64, 64, 4, 2),
+        (64, 128, 4, 2),
+        (128, 128, 8, 2),
     ]
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +75,10 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=dtype)
 
 
-def paged_layers(rows: int, context: int) -> tuple[list[KVLayer], torch.Tensor]:
+def paged_layers(rows: int, context: int, page: int = 16) -> tuple[list[KVLayer], torch.Tensor]:
     """Caches of some layers and a table of scattered blocks."""
-    blocks = -(-context // PAGE)
-    shape = (rows * blocks, PAGE, KV_HEADS, DIM)
+    blocks = -(-context // page)
+    shape = (rows * blocks, page, KV_HEADS, DIM)
     tables = torch.randperm(rows * blocks, device="cuda").view(rows, blocks).int()
     return [KVLayer(random(*shape), random(*shape)) for _ in range(LAYERS)], tables
 
@@ -88,7 +87,7 @@ def decode(rows: int, context: int, all_tiles: bool) -> Iterator[Variant]:
     layers, tables = paged_layers(rows, context)
     q = random(rows, HEADS, DIM)
     lens = torch.full((rows,), context, dtype=torch.int32, device="cuda")
-    most = max(tile.splits for tile in DECODE_TILES)
+    most = 64
     workspace = DecodeWorkspace(
         partial=torch.empty(rows * most * HEADS * DIM, device="cuda"),
         statistics=torch.empty(2, rows * most * HEADS, device="cuda"),
@@ -118,14 +117,16 @@ def decode(rows: int, context: int, all_tiles: bool) -> Iterator[Variant]:
     )
 
 
-def prefill(rows: int, length: int, prefix: int, all_tiles: bool) -> Iterator[Variant]:
-    layers, tables = paged_layers(rows, prefix + length)
+def prefill(
+    rows: int, length: int, prefix: int, all_tiles: bool, page: int = 16
+) -> Iterator[Variant]:
+    layers, tables = paged_layers(rows, prefix + length, page)
     tokens = rows * length
     q = random(tokens, HEADS, DIM)
     out = torch.empty_like(q)
     starts = torch.arange(0, tokens + 1, length, dtype=torch.int32, device="cuda")
     lens = torch.full((rows,), prefix + length, dtype=torch.int32, device="cuda")
-    group = f"prefill {rows}x{length} after {prefix}"
+    group = f"prefill {rows}x{length}+{prefix} /{page}"
     pairs = rows * (prefix * length + length * (length + 1) / 2)
     flop = 4.0 * pairs * HEADS * DIM
 
@@ -137,7 +138,7 @@ def prefill(rows: int, length: int, prefix: int, all_tiles: bool) -> Iterator[Va
     yield Variant(group=group, name="triton", launch=run(None), flop=flop)
     for tile in PREFILL_TILES if all_tiles else ():
         yield Variant(group=group, name=repr(tile), launch=run(tile), flop=flop)
-    if prefix:
+    if prefix or page > 16:
         return
     flat = [
         [
@@ -183,8 +184,8 @@ def small(tokens: int) -> Iterator[Variant]:
     q, k, v = merged.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
     table = rope_table(torch.logspace(0, -5, DIM // 2), 8192).cuda()
     positions = torch.arange(tokens, device="cuda") % 8192
-    blocks = -(-tokens // PAGE)
-    kv = KVLayer(random(blocks, PAGE, KV_HEADS, DIM), random(blocks, PAGE, KV_HEADS, DIM))
+    shape = (-(-tokens // 16), 16, KV_HEADS, DIM)
+    kv = KVLayer(random(*shape), random(*shape))
     slots = torch.randperm(tokens, device="cuda")
     yield Variant(
         group=group,
@@ -230,12 +231,16 @@ def sampling(rows: int) -> Iterator[Variant]:
 
 GROUPS: dict[str, list[Callable[[bool], Iterator[Variant]]]] = {
     "decode": [
+        lambda tiles: decode(1, 256, tiles),
         lambda tiles: decode(1, 1152, tiles),
+        lambda tiles: decode(1, 8192, tiles),
         lambda tiles: decode(32, 1152, tiles),
         lambda tiles: decode(256, 1152, tiles),
     ],
     "prefill": [
         lambda tiles: prefill(16, 4096, 0, tiles),
+        lambda _: prefill(16, 4096, 0, False, page=64),
+        lambda tiles: prefill(16, 4096, 0, tiles, page=128),
         lambda _: prefill(8, 512, 8192, False),
     ],
     "small": [

@@ -25,12 +25,15 @@ import triton.language as tl
 if TYPE_CHECKING:
     from aengine.kernels.attention import KVLayer
 
-_PROGRAMS = 1056
-"""Programs that a launch aims at: eight for each of the 132 multiprocessors of an H100 or H200."""
+_ENOUGH_PROGRAMS = 128
+"""From here on whole rows fill the 132 multiprocessors of an H100 or H200."""
 
+_MOST_PROGRAMS = 8192
 _MOST_SPLITS = 64
 _SHORTEST_SPLIT = 128
 """Parts shorter than this cost more in the combination than they win."""
+
+_LONG_SPLIT = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,7 +63,7 @@ class DecodeWorkspace:
     ) -> DecodeWorkspace:
         """Enough for any batch of up to `max_rows` rows."""
         row_splits = max(
-            rows * _splits(rows, num_kv_heads, _MOST_SPLITS * _SHORTEST_SPLIT)
+            rows * _splits(rows, num_kv_heads, _MOST_SPLITS * _LONG_SPLIT)[0]
             for rows in range(1, max_rows + 1)
         )
         return cls(
@@ -232,12 +235,13 @@ def decode_tile(
     rows: int, num_kv_heads: int, head_dim: int, max_context_len: int, itemsize: int
 ) -> DecodeTile:
     """The tile for a batch, from host-known sizes."""
-    wide = head_dim * itemsize > 256
+    splits, shortest = _splits(rows, num_kv_heads, max_context_len)
     return DecodeTile(
-        keys=32 if wide else 64,
-        splits=_splits(rows, num_kv_heads, max_context_len),
+        keys=128 if head_dim * itemsize <= 256 else 32,
+        splits=splits,
         warps=4,
         stages=3,
+        shortest=shortest,
     )
 
 
@@ -324,13 +328,17 @@ def decode_attention(
     return out
 
 
-def _splits(rows: int, num_kv_heads: int, max_context_len: int) -> int:
-    """Parts of a row's context: enough programs to fill the device, none too short.
+def _splits(rows: int, num_kv_heads: int, max_context_len: int) -> tuple[int, int]:
+    """Parts of a row's context at most, and positions of a part at least.
 
-    Powers of two, because each number is a kernel of its own.
+    Few rows are cut fine, to fill the device. Many rows fill it by themselves: only contexts far
+    longer than others gain there, and all others must stay whole, because combining costs. Powers
+    of two, because each number of parts is a kernel of its own.
     """
-    wanted = min(_PROGRAMS // max(1, rows * num_kv_heads), max_context_len // _SHORTEST_SPLIT)
+    programs = rows * num_kv_heads
+    shortest = _SHORTEST_SPLIT if programs < _ENOUGH_PROGRAMS else _LONG_SPLIT
+    wanted = min(max_context_len // shortest, max(1, _MOST_PROGRAMS // programs), _MOST_SPLITS)
     splits = 1
-    while 2 * splits <= min(wanted, _MOST_SPLITS):
+    while 2 * splits <= wanted:
         splits *= 2
-    return splits
+    return splits, shortest

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 if TYPE_CHECKING:
     from aengine.kernels.attention import KVLayer
@@ -33,6 +34,8 @@ def _attend(
     result,
     k_ptr,
     v_ptr,
+    k_box,
+    v_box,
     table,
     kv_offset,
     query_position,
@@ -49,44 +52,39 @@ def _attend(
     SOFT_CAP: tl.constexpr,
     MASKED: tl.constexpr,
     WIDE: tl.constexpr,
+    BOXES: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Running softmax over the positions `begin .. end-1`; `scale` carries log2(e)."""
     d = tl.arange(0, BLOCK_D)
     for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        inner = tl.arange(0, BLOCK_N)
-        position = n + inner
-        if (
-            PAGE % BLOCK_N == 0
-        ):  # a tile lies in one block: the addresses are a scalar and constants
-            page = tl.load(table + n // PAGE).to(tl.int64)
-            base = (page * PAGE + n % PAGE) * SLOT + kv_offset
-            k_base = k_ptr + base
-            v_base = v_ptr + base
-            slot = inner * SLOT
+        position = n + tl.arange(0, BLOCK_N)
+        if BOXES and not MASKED:
+            row = tl.load(table + n // PAGE) * PAGE + n % PAGE
+            k = k_box.load([row, kv_offset]).to(q.dtype)
+            v = v_box.load([row, kv_offset]).to(q.dtype)
         else:
-            k_base = k_ptr + kv_offset
-            v_base = v_ptr + kv_offset
-            if MASKED:
+            if PAGE % BLOCK_N == 0:  # a tile lies in one block: one table entry serves it
+                page = tl.load(table + n // PAGE)
+            elif MASKED:
                 page = tl.load(table + position // PAGE, mask=position < end, other=0)
             else:
                 page = tl.load(table + position // PAGE)
             if WIDE:
                 page = page.to(tl.int64)
-            slot = (page * PAGE + position % PAGE) * SLOT
-        at = slot[:, None] + d[None, :]
-        if MASKED:
-            readable = (position < end)[:, None] & (d < DIM)[None, :]
-            k = tl.load(k_base + at, mask=readable, other=0.0).to(q.dtype)
-            v = tl.load(v_base + at, mask=readable, other=0.0).to(q.dtype)
-        elif BLOCK_D != DIM:
-            readable = (d < DIM)[None, :]
-            k = tl.load(k_base + at, mask=readable, other=0.0).to(q.dtype)
-            v = tl.load(v_base + at, mask=readable, other=0.0).to(q.dtype)
-        else:
-            k = tl.load(k_base + at).to(q.dtype)
-            v = tl.load(v_base + at).to(q.dtype)
+            slot = (page * PAGE + position % PAGE) * SLOT + kv_offset
+            at = slot[:, None] + d[None, :]
+            if MASKED:
+                readable = (position < end)[:, None] & (d < DIM)[None, :]
+                k = tl.load(k_ptr + at, mask=readable, other=0.0).to(q.dtype)
+                v = tl.load(v_ptr + at, mask=readable, other=0.0).to(q.dtype)
+            elif BLOCK_D != DIM:
+                k = tl.load(k_ptr + at, mask=(d < DIM)[None, :], other=0.0).to(q.dtype)
+                v = tl.load(v_ptr + at, mask=(d < DIM)[None, :], other=0.0).to(q.dtype)
+            else:
+                k = tl.load(k_ptr + at).to(q.dtype)
+                v = tl.load(v_ptr + at).to(q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SOFT_CAP:
             capped = score * (scale * 0.6931471805599453 / soft_cap)
@@ -116,6 +114,8 @@ def _prefill_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_box,
+    v_box,
     table_ptr,
     query_start_ptr,
     context_ptr,
@@ -136,6 +136,7 @@ def _prefill_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     WIDE: tl.constexpr,
+    BOXES: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -185,14 +186,14 @@ def _prefill_kernel(
         whole = begin
     else:
         maximum, total, result = _attend(
-            q, maximum, total, result, k_ptr, v_ptr, table, kv_head * DIM, position, begin, whole,
-            scale, soft_cap, KV_HEADS * DIM, DIM, BLOCK_D, BLOCK_N, PAGE, WINDOW, SOFT_CAP, False,
-            WIDE, PRECISION, STAGES,
+            q, maximum, total, result, k_ptr, v_ptr, k_box, v_box, table, kv_head * DIM,
+            position, begin, whole, scale, soft_cap, KV_HEADS * DIM, DIM, BLOCK_D, BLOCK_N, PAGE, WINDOW, SOFT_CAP, False,
+            WIDE, BOXES, PRECISION, STAGES,
         )  # fmt: skip
     maximum, total, result = _attend(
-        q, maximum, total, result, k_ptr, v_ptr, table, kv_head * DIM, position, whole, end,
-        scale, soft_cap, KV_HEADS * DIM, DIM, BLOCK_D, BLOCK_N, PAGE, WINDOW, SOFT_CAP, True,
-        WIDE, PRECISION, STAGES,
+        q, maximum, total, result, k_ptr, v_ptr, k_box, v_box, table, kv_head * DIM,
+        position, whole, end, scale, soft_cap, KV_HEADS * DIM, DIM, BLOCK_D, BLOCK_N, PAGE, WINDOW, SOFT_CAP, True,
+        WIDE, BOXES, PRECISION, STAGES,
     )  # fmt: skip
     result = result / tl.where(total > 0, total, 1.0)[:, None]
     there = token[:, None] * (KV_HEADS * GROUP * DIM) + head[:, None] * DIM + d[None, :]
@@ -208,6 +209,8 @@ class PrefillTile:
     keys: int
     warps: int
     stages: int
+    boxes: bool = False
+    """Whether the tensor memory accelerator loads whole tiles, if a block holds one."""
 
 
 def prefill_tile(group: int, head_dim: int, itemsize: int) -> PrefillTile:
@@ -218,8 +221,8 @@ def prefill_tile(group: int, head_dim: int, itemsize: int) -> PrefillTile:
         )
     rows = max(128, triton.next_power_of_2(group))
     if head_dim > 128:
-        return PrefillTile(queries=rows, keys=64, warps=8, stages=2)
-    return PrefillTile(queries=rows, keys=128, warps=8, stages=2)
+        return PrefillTile(queries=rows, keys=64, warps=8, stages=2, boxes=True)
+    return PrefillTile(queries=rows, keys=64, warps=4, stages=3, boxes=True)
 
 
 def prefill_attention(
@@ -260,11 +263,15 @@ def prefill_attention(
     group = heads // kv_heads
     if tile is None:
         tile = prefill_tile(group, dim, q_TND.element_size())
+    boxed = tile.boxes and page % tile.keys == 0 and dim == triton.next_power_of_2(dim)
+    boxes = [_box(cache, tile.keys) if boxed else cache for cache in kv]
     tiles = num_tokens // (tile.queries // group) + rows
     _prefill_kernel[(kv_heads, tiles)](
         q_TND,
         kv.k,
         kv.v,
+        boxes[0],
+        boxes[1],
         block_tables,
         query_start,
         context_lens,
@@ -285,8 +292,16 @@ def prefill_attention(
         WINDOW=sliding_window or 0,
         SOFT_CAP=soft_cap is not None,
         WIDE=kv.k.numel() >= 2**31,
+        BOXES=boxed,
         PRECISION="ieee" if q_TND.dtype == torch.float32 else "tf32",
         STAGES=tile.stages,
         num_warps=tile.warps,
     )
     return out
+
+
+def _box(cache: torch.Tensor, keys: int) -> TensorDescriptor:
+    """The cache as rows of all heads, cut into boxes of `keys` rows and one head."""
+    blocks, page, kv_heads, dim = cache.shape
+    shape = [blocks * page, kv_heads * dim]
+    return TensorDescriptor(cache, shape, [shape[1], 1], [keys, dim])

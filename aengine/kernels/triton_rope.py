@@ -115,9 +115,9 @@ def _rope_write_kernel(
     if part < q_parts:
         head = part * HEADS + tl.arange(0, HEADS)
         head = tl.where(head < Q_HEADS, head, -1)
-        here = q_ptr + token * q_token_stride
+        queries = q_ptr + token * q_token_stride
         _turn(
-            here, here, row, q_weight_ptr, eps, q_head_stride, q_head_stride, head,
+            queries, queries, row, q_weight_ptr, eps, q_head_stride, q_head_stride, head,
             DIM, HALF, HALF_BLOCK, REST_BLOCK, NORM, NORM,
         )  # fmt: skip
     else:

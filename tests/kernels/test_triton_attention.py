@@ -62,9 +62,9 @@ def run(case: PagedCase, **options: object) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "block_size"),
-    [(4, 4, 16, 16), (6, 2, 20, 16), (7, 1, 80, 32), (8, 2, 64, 48)],
+    [(4, 4, 16, 16), (6, 2, 20, 16), (7, 1, 80, 48)],
 )
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (8, None), (None, 5.0), (21, 3.0)])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (8, None), (21, 3.0)])
 def test_matches_float64_loops(heads, kv_heads, dim, block_size, window, cap):
     case = make_case(
         [1, 1, 20, 3, 1],
@@ -91,7 +91,7 @@ def test_half_precision(dtype):
 
 
 @pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize("splits", [1, 8])
 def test_decode_splits(splits, window):
     """Rows of one part, of some and of all parts, beside padding rows of context 0."""
     lens = [1, 17, 63, 257]
@@ -144,8 +144,9 @@ def test_a_workspace_that_is_too_small_is_refused():
         )
 
 
+@pytest.mark.parametrize("boxes", [False, True])
 @pytest.mark.parametrize("lengths", [[1], [37, 1, 20], [3] * 9, [32, 11, 21]])
-def test_prefill_finds_its_rows(lengths):
+def test_prefill_finds_its_rows(lengths, boxes):
     """More rows than tiles, rows that end on a tile's edge, prefixes of any length."""
     contexts = [length + 13 * i for i, length in enumerate(lengths)]
     case = make_case(lengths, contexts, heads=6, kv_heads=2, dim=16, seed=len(lengths))
@@ -159,7 +160,7 @@ def test_prefill_finds_its_rows(lengths):
         SCALE,
         num_tokens=sum(lengths),
         out=torch.full_like(moved.q_TND, float("nan")),
-        tile=PrefillTile(queries=32, keys=16, warps=4, stages=2),
+        tile=PrefillTile(queries=32, keys=16, warps=4, stages=2, boxes=boxes),
     )
     assert relative_error(got, naive_attention(case, SCALE)) < BOUND[torch.float32]
 

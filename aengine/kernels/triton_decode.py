@@ -25,15 +25,18 @@ import triton.language as tl
 if TYPE_CHECKING:
     from aengine.kernels.attention import KVLayer
 
-_ENOUGH_PROGRAMS = 128
-"""From here on whole rows fill the 132 multiprocessors of an H100 or H200."""
+_FILL = 128
+"""Programs that fill the 132 multiprocessors of an H100 or H200."""
 
-_MOST_PROGRAMS = 8192
-_MOST_SPLITS = 64
+_LONG_CONTEXT = 16_384
+"""Above this, two programs a multiprocessor win more than combining twice the parts costs."""
+
 _SHORTEST_SPLIT = 128
 """Parts shorter than this cost more in the combination than they win."""
 
 _LONG_SPLIT = 2048
+_MOST_SPLITS = 64
+_MOST_PROGRAMS = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,8 +66,9 @@ class DecodeWorkspace:
     ) -> DecodeWorkspace:
         """Enough for any batch of up to `max_rows` rows."""
         row_splits = max(
-            rows * _splits(rows, num_kv_heads, _MOST_SPLITS * _LONG_SPLIT)[0]
+            rows * _splits(rows, num_kv_heads, context)[0]
             for rows in range(1, max_rows + 1)
+            for context in (_LONG_CONTEXT, _MOST_SPLITS * _LONG_SPLIT)
         )
         return cls(
             partial=torch.empty(row_splits * num_heads * head_dim, device=device),
@@ -336,9 +340,12 @@ def _splits(rows: int, num_kv_heads: int, max_context_len: int) -> tuple[int, in
     of two, because each number of parts is a kernel of its own.
     """
     programs = rows * num_kv_heads
-    shortest = _SHORTEST_SPLIT if programs < _ENOUGH_PROGRAMS else _LONG_SPLIT
-    wanted = min(max_context_len // shortest, max(1, _MOST_PROGRAMS // programs), _MOST_SPLITS)
+    fill = _FILL if max_context_len <= _LONG_CONTEXT else 2 * _FILL
+    wanted, shortest = min(max_context_len // _SHORTEST_SPLIT, fill // programs), _SHORTEST_SPLIT
+    if fill // programs < 2:
+        wanted = min(max_context_len // _LONG_SPLIT, _MOST_PROGRAMS // programs)
+        shortest = _LONG_SPLIT
     splits = 1
-    while 2 * splits <= wanted:
+    while 2 * splits <= min(wanted, _MOST_SPLITS):
         splits *= 2
     return splits, shortest

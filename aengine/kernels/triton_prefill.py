@@ -187,13 +187,13 @@ def _prefill_kernel(
     else:
         maximum, total, result = _attend(
             q, maximum, total, result, k_ptr, v_ptr, k_box, v_box, table, kv_head * DIM,
-            position, begin, whole, scale, soft_cap, KV_HEADS * DIM, DIM, BLOCK_D, BLOCK_N, PAGE, WINDOW, SOFT_CAP, False,
-            WIDE, BOXES, PRECISION, STAGES,
+            position, begin, whole, scale, soft_cap, KV_HEADS * DIM, DIM, BLOCK_D, BLOCK_N,
+            PAGE, WINDOW, SOFT_CAP, False, WIDE, BOXES, PRECISION, STAGES,
         )  # fmt: skip
     maximum, total, result = _attend(
         q, maximum, total, result, k_ptr, v_ptr, k_box, v_box, table, kv_head * DIM,
-        position, whole, end, scale, soft_cap, KV_HEADS * DIM, DIM, BLOCK_D, BLOCK_N, PAGE, WINDOW, SOFT_CAP, True,
-        WIDE, BOXES, PRECISION, STAGES,
+        position, whole, end, scale, soft_cap, KV_HEADS * DIM, DIM, BLOCK_D, BLOCK_N,
+        PAGE, WINDOW, SOFT_CAP, True, WIDE, BOXES, PRECISION, STAGES,
     )  # fmt: skip
     result = result / tl.where(total > 0, total, 1.0)[:, None]
     there = token[:, None] * (KV_HEADS * GROUP * DIM) + head[:, None] * DIM + d[None, :]

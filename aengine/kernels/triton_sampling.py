@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["apply_bitmask_", "argmax", "count_", "draw", "peaks", "penalise_", "row_peaks"]
 
-_PASS_BLOCK = 4096
+_PASS_BLOCK = 2048
 _TINY = 2.0**-52
 
 
@@ -63,7 +63,7 @@ def _search(
         sums = tl.zeros([8, BLOCK], tl.float32)
         least = tl.full([BLOCK], float("inf"), tl.float32)
         most = tl.full([BLOCK], float("-inf"), tl.float32)
-        for start in tl.range(0, VOCABULARY, BLOCK, num_stages=4):
+        for start in range(0, VOCABULARY, BLOCK):
             token = start + tl.arange(0, BLOCK)
             logits = tl.load(logits_ptr + token, mask=token < VOCABULARY, other=float("-inf"))
             logits = logits.to(tl.float32)
@@ -124,7 +124,7 @@ def _bound_kernel(
         least = tl.full([BLOCK], float("inf"), tl.float32)
         finite = tl.zeros([BLOCK], tl.float32)
         mass = tl.zeros([BLOCK], tl.float32)
-        for start in tl.range(0, VOCABULARY, BLOCK, num_stages=4):
+        for start in range(0, VOCABULARY, BLOCK):
             token = start + tl.arange(0, BLOCK)
             logits = tl.load(logits_ptr + token, mask=token < VOCABULARY, other=float("-inf"))
             logits = logits.to(tl.float32)
@@ -145,7 +145,7 @@ def _bound_kernel(
             bound = tl.maximum(bound, floor)
             if weighed:
                 mass = tl.zeros([BLOCK], tl.float32)
-                for start in tl.range(0, VOCABULARY, BLOCK, num_stages=4):
+                for start in range(0, VOCABULARY, BLOCK):
                     token = start + tl.arange(0, BLOCK)
                     logits = tl.load(
                         logits_ptr + token, mask=token < VOCABULARY, other=float("-inf")
@@ -283,7 +283,7 @@ def draw(
             params.top_k.stride(0),
             VOCABULARY=vocabulary,
             BLOCK=min(_PASS_BLOCK, triton.next_power_of_2(vocabulary)),
-            num_warps=32,
+            num_warps=16,
         )
     masses = torch.empty((rows, chunks), dtype=torch.float64, device=device)
     _chunk_mass_kernel[(chunks, rows)](

@@ -10,7 +10,12 @@ import torch
 from aengine.kernels import attention as twin
 from aengine.kernels.attention import KVLayer
 from aengine.kernels.triton_attention import paged_attention
-from aengine.kernels.triton_decode import DecodeTile, DecodeWorkspace, decode_attention
+from aengine.kernels.triton_decode import (
+    DecodeTile,
+    DecodeWorkspace,
+    decode_attention,
+    decode_tile,
+)
 from aengine.kernels.triton_prefill import PrefillTile, prefill_attention
 
 from .paged import PagedCase, make_case, naive_attention
@@ -142,6 +147,18 @@ def test_a_workspace_that_is_too_small_is_refused():
             ),
             max_context_len=300,
         )
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8, 40])
+def test_a_workspace_holds_any_smaller_batch_of_any_context(kv_heads):
+    heads, dim, most = 4 * kv_heads, 64, 200
+    workspace = DecodeWorkspace.allocate(
+        max_rows=most, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, device=DEVICE
+    )
+    for context in (1, 255, 4096, 8192, 16_384, 16_385, 131_072, 10_000_000):
+        for rows in range(1, most + 1):
+            tile = decode_tile(rows, kv_heads, dim, context, 2)
+            assert workspace.holds(rows, tile.splits, heads, kv_heads, dim), (rows, context)
 
 
 @pytest.mark.parametrize("boxes", [False, True])

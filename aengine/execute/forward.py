@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
     from aengine.kernels.attention import KVLayer
+    from aengine.kernels.native import NativeModel
     from aengine.model.attention import AttentionBackend
     from aengine.model.batch import ForwardBatch
     from aengine.model.causal_lm import CausalLM
@@ -35,3 +36,39 @@ class TorchForward:
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [S, vocab_size] float32."""
         return self._model.forward(batch, self._kv_cache, self._backend)
+
+
+class NativeForward:
+    """A quantised model computed by the CPU kernels, a step in one call.
+
+    Args:
+        model: the packed model.
+        kv_cache: one float32 entry a layer; kept alive here, used by address.
+    """
+
+    def __init__(self, model: NativeModel, kv_cache: Sequence[KVLayer]) -> None:
+        self.vocab_size = model.spec.vocab_size
+        self._model = model
+        self._kv_cache = kv_cache
+        self._keys = [layer.k.data_ptr() for layer in kv_cache]
+        self._values = [layer.v.data_ptr() for layer in kv_cache]
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits [S, vocab_size] float32."""
+        logits = torch.empty(len(batch.logit_index), self.vocab_size)
+        num_blocks, block_size = self._kv_cache[0].k.shape[:2]
+        self._model.forward(
+            token_ids=batch.token_ids.numpy(),
+            positions=batch.positions.numpy(),
+            slot_mapping=batch.slot_mapping.numpy(),
+            query_start=batch.query_start.numpy(),
+            context_lens=batch.context_lens.numpy(),
+            block_tables=batch.block_tables.numpy(),
+            logit_index=batch.logit_index.numpy(),
+            keys=self._keys,
+            values=self._values,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            out=logits.numpy(),
+        )
+        return logits

@@ -7,25 +7,34 @@ OpenMP pool belongs to the thread that first used it.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from aengine.errors import ConfigError
-from aengine.execute.forward import TorchForward
+from aengine.execute.forward import NativeForward, TorchForward
 from aengine.execute.inputs import InputBuilder
 from aengine.execute.kv_cache import KVCacheSpec, fit_context, size_cache
 from aengine.execute.memory import available_memory
 from aengine.execute.runner import ModelRunner
 from aengine.execute.sampler import Sampler
+from aengine.kernels.native import NativeModel, NativeSpec, obstacle
 from aengine.model.attention import TorchBackend
 from aengine.model.causal_lm import CausalLM
+from aengine.model.native_fit import native_obstacle
 from aengine.model.registry import decoder_spec
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aengine.config import EngineConfig
     from aengine.execute.runner import Forward
+    from aengine.kernels.attention import KVLayer
+    from aengine.model.attention import AttentionBackend
+    from aengine.model.decoder import DecoderSpec
     from aengine.model.files import LoadedFiles
 
 logger = logging.getLogger("aengine")
@@ -59,45 +68,138 @@ def load_model(config: EngineConfig, files: LoadedFiles, device: torch.device) -
     wanted = config.max_model_len
     if wanted is not None and wanted > longest:
         raise ConfigError(f"max_model_len={wanted}: this model was made for at most {longest}")
-    dtype = _dtype(config, files, device)
-    model = CausalLM(
-        decoder_spec(files.config, wanted or longest),
-        None if config.load_format == "dummy" else files.weights,
-        dtype=dtype,
-        device=device,
-        max_model_len=wanted or longest,
-        seed=config.seed,
-    )
+    network = decoder_spec(files.config, wanted or longest)
+    mode = _native_mode(config, files, network, device, wanted or longest)
+    dtype = torch.float32 if mode is not None else _dtype(config, files, device)
     spec = KVCacheSpec.of(files.config, block_size=config.scheduler.block_size, dtype=dtype)
+    bind: Callable[[list[KVLayer]], Forward]
+    if mode is not None:
+        native = NativeModel(native_spec(network, mode, _threads(config)), files.weights)
+        weight_bytes, compute = native.nbytes, f"CPU kernels, {mode}, {native.isa}"
+        bind = partial(NativeForward, native)
+    else:
+        model = _torch_model(config, files, network, dtype, device, wanted or longest)
+        weight_bytes, compute = model.weight_bytes, f"torch, {dtype}, {device.type}"
+        bind = partial(_bind_torch, model, config.scheduler.max_num_seqs, device)
     free = _free(device)
     max_model_len = wanted or fit_context(spec, config.kv_cache, free_bytes=free, longest=longest)
     num_blocks = size_cache(
         spec,
         config.kv_cache,
         free_bytes=free,
-        weight_bytes=0,
+        weight_bytes=weight_bytes,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=max_model_len,
     )
-    forward: Forward = TorchForward(model, spec.allocate(num_blocks, device), TorchBackend())
+    forward = bind(spec.allocate(num_blocks, device))
+    logger.info("%s: %s, %d KV blocks", files.path.name, compute, num_blocks)
     sampler = Sampler(
-        max_num_seqs=config.scheduler.max_num_seqs, vocab_size=model.vocab_size, device=device
+        max_num_seqs=config.scheduler.max_num_seqs, vocab_size=forward.vocab_size, device=device
     )
     builder = InputBuilder(block_size=config.scheduler.block_size, device=device)
     return LoadedModel(
         runner=ModelRunner(forward, sampler, builder),
         num_blocks=num_blocks,
         max_model_len=max_model_len,
-        compute=f"torch {dtype}",
+        compute=compute,
     )
+
+
+def _native_mode(
+    config: EngineConfig,
+    files: LoadedFiles,
+    network: DecoderSpec,
+    device: torch.device,
+    max_model_len: int,
+) -> Literal["float32", "int8"] | None:
+    """Whether the CPU kernels compute this model, and how; None: torch does.
+
+    Raises:
+        ConfigError: int8 is asked for, and the message says why it cannot be had.
+    """
+    reason = native_obstacle(network, max_model_len)
+    if reason is None:
+        reason = obstacle(native_spec(network, "float32", 1))
+    if device.type != "cpu":
+        reason = "they compute on a CPU"
+    elif config.load_format == "dummy" or not files.quantised:
+        reason = reason or "the weights are not quantised"
+    if config.dtype == "int8" and reason is not None:
+        raise ConfigError(
+            f"dtype='int8' needs the CPU kernels, which cannot be used here: {reason}"
+        )
+    if reason is not None or config.dtype not in ("auto", "float32", "int8"):
+        return None
+    return "int8" if config.dtype == "int8" else "float32"
+
+
+def native_spec(network: DecoderSpec, mode: Literal["float32", "int8"], threads: int) -> NativeSpec:
+    """A plain network (see `native_obstacle`) as the CPU kernels want it."""
+    config = network.config
+    return NativeSpec(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        rms_eps=config.rms_norm_eps,
+        inv_freq=network.ropes["global"].inv_freq.tolist() if "global" in network.ropes else (),
+        tied=config.tie_word_embeddings,
+        qkv_bias=network.qkv_bias,
+        mode=mode,
+        threads=threads,
+    )
+
+
+def _threads(config: EngineConfig) -> int:
+    if config.cpu_threads is not None:
+        return config.cpu_threads
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _torch_model(
+    config: EngineConfig,
+    files: LoadedFiles,
+    network: DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+) -> CausalLM:
+    ops = None
+    if device.type == "cuda":
+        from aengine.model.triton_backend import triton_ops
+
+        ops = triton_ops()
+    return CausalLM(
+        network,
+        None if config.load_format == "dummy" else files.weights,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        ops=ops,
+        seed=config.seed,
+    )
+
+
+def _bind_torch(
+    model: CausalLM, max_rows: int, device: torch.device, kv_cache: list[KVLayer]
+) -> Forward:
+    backend: AttentionBackend = TorchBackend()
+    if device.type == "cuda":
+        from aengine.model.triton_backend import TritonBackend
+
+        backend = TritonBackend(model, max_rows=max_rows, device=device)
+    return TorchForward(model, kv_cache, backend)
 
 
 def _dtype(config: EngineConfig, files: LoadedFiles, device: torch.device) -> torch.dtype:
     name = config.dtype
     if name == "auto":
         name = files.config.dtype if device.type == "cuda" else "float32"
-    if name == "int8":
-        raise ConfigError("dtype='int8' needs the CPU kernels, which are not built here")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

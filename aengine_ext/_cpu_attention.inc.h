@@ -1,0 +1,171 @@
+/* Softmax attention of a few queries over one chunk of a paged context, and the merge of chunks.
+ *
+ * The context is always cut at the same positions (multiples of CPU_KV_CHUNK) and its parts are
+ * merged in order, so that one query's result does not depend on who computed which part. (The
+ * online softmax of Milakov and Gimelshein, split as in flash-decoding.)
+ */
+
+/* Keys of 16 positions, transposed: out[d * 16 + position]. */
+INLINE void transpose_keys(const float *const rows[16], int head_dim, float *out)
+{
+#ifdef transpose_tile
+    for (int d = 0; d < head_dim; d += CPU_GROUP)
+        transpose_tile(rows, d, out + d * CPU_GROUP);
+#else
+    for (int d = 0; d < head_dim; d++)
+        for (int p = 0; p < CPU_GROUP; p++)
+            out[d * CPU_GROUP + p] = rows[p][d];
+#endif
+}
+
+INLINE void score_tile(int queries, const float *const *q, const float *keys, int head_dim,
+                       float scale, float *scores)
+{
+    vf acc[SCORE_QUERIES][GV];
+    for (int i = 0; i < queries; i++)
+        for (int v = 0; v < GV; v++)
+            acc[i][v] = vf_set1(0.0f);
+    for (int d = 0; d < head_dim; d++) {
+#pragma GCC unroll 16
+        for (int i = 0; i < queries; i++)
+#pragma GCC unroll 4
+            for (int v = 0; v < GV; v++)
+                acc[i][v] = vf_fma(vf_load(keys + d * CPU_GROUP + v * VL), vf_set1(q[i][d]),
+                                   acc[i][v]);
+    }
+    for (int i = 0; i < queries; i++)
+        for (int v = 0; v < GV; v++)
+            vf_store(scores + i * CPU_KV_CHUNK + v * VL, acc[i][v] * scale);
+}
+
+/* Scores become weights e^(score - max); what lies beyond `seen` weighs nothing. */
+INLINE void weigh(float *scores, int64_t seen, float *max_out, float *sum_out)
+{
+    int64_t padded = (seen + VL - 1) / VL * VL;
+    for (int64_t p = seen; p < padded; p++)
+        scores[p] = -INFINITY;
+    vf top = vf_load(scores);
+    for (int64_t p = VL; p < padded; p += VL)
+        top = vf_max(top, vf_load(scores + p));
+    float max = vf_top(top);
+    vf total = vf_set1(0.0f);
+    for (int64_t p = 0; p < padded; p += VL) {
+        vf weight = vf_exp(vf_load(scores + p) - max);
+        vf_store(scores + p, weight);
+        total += weight;
+    }
+    for (int64_t p = padded; p < CPU_KV_CHUNK; p++)
+        scores[p] = 0.0f;
+    *max_out = max;
+    *sum_out = vf_sum(total);
+}
+
+/* acc[i][0 .. VALUE_VECTORS*VL) = sum over positions of weight * value */
+INLINE void value_tile(int queries, int vectors, const float *const *weights, int64_t count,
+                       const float *const *rows, int d, float *const *acc)
+{
+    vf sum[VALUE_QUERIES][VALUE_VECTORS];
+    for (int i = 0; i < queries; i++)
+        for (int v = 0; v < vectors; v++)
+            sum[i][v] = vf_set1(0.0f);
+    for (int64_t p = 0; p < count; p++) {
+        vf value[VALUE_VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++)
+            value[v] = vf_load(rows[p] + d + v * VL);
+#pragma GCC unroll 8
+        for (int i = 0; i < queries; i++)
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++)
+                sum[i][v] = vf_fma(value[v], vf_set1(weights[i][p]), sum[i][v]);
+    }
+    for (int i = 0; i < queries; i++)
+        for (int v = 0; v < vectors; v++)
+            vf_store(acc[i] + d + v * VL, sum[i][v]);
+}
+
+INLINE void value_queries(int queries, const float *const *weights, int64_t count,
+                          const float *const *rows, int head_dim, float *const *acc)
+{
+    int d = 0;
+    for (; d + VALUE_VECTORS * VL <= head_dim; d += VALUE_VECTORS * VL)
+        value_tile(queries, VALUE_VECTORS, weights, count, rows, d, acc);
+    for (; d < head_dim; d += VL)
+        value_tile(queries, 1, weights, count, rows, d, acc);
+}
+
+static void chunk_scores(const float *const *queries, int active,
+                         const float *const *rows, int64_t count, int head_dim, float scale,
+                         float *scores, float *keys)
+{
+
+    for (int64_t p = 0; p < count; p += CPU_GROUP) {
+        transpose_keys(rows + p, head_dim, keys);
+        int i = 0;
+        for (; i + SCORE_QUERIES <= active; i += SCORE_QUERIES)
+            score_tile(SCORE_QUERIES, queries + i, keys, head_dim, scale,
+                       scores + i * CPU_KV_CHUNK + p);
+        if (i + 3 <= active) {
+            score_tile(3, queries + i, keys, head_dim, scale, scores + i * CPU_KV_CHUNK + p);
+            i += 3;
+        }
+        for (; i < active; i++)
+            score_tile(1, queries + i, keys, head_dim, scale, scores + i * CPU_KV_CHUNK + p);
+    }
+}
+
+static void attend_chunk(const struct cpu_queries *q, const struct cpu_kv *kv, int64_t first,
+                         float scale, const struct cpu_softmax *part, float *scratch)
+{
+    float *scores = scratch, *keys = scratch + CPU_MAX_QUERIES * CPU_KV_CHUNK;
+    const float *k_rows[CPU_KV_CHUNK], *v_rows[CPU_KV_CHUNK], *queries[CPU_MAX_QUERIES];
+    const float *weights[CPU_MAX_QUERIES];
+    float *acc[CPU_MAX_QUERIES];
+    int64_t seen[CPU_MAX_QUERIES], count = 0;
+    int active = 0;
+    for (int i = 0; i < q->count; i++) {
+        if (q->limit[i] <= first)
+            continue;
+        seen[active] = q->limit[i] - first < CPU_KV_CHUNK ? q->limit[i] - first : CPU_KV_CHUNK;
+        count = seen[active] > count ? seen[active] : count;
+        queries[active] = q->q[i];
+        weights[active] = scores + active * CPU_KV_CHUNK;
+        acc[active++] = part->acc + (int64_t)i * kv->head_dim;
+    }
+    for (int64_t p = 0; p < CPU_KV_CHUNK; p++) {
+        /* the last tile of 16 is filled up with a position that is there; its scores are unused */
+        int64_t at = first + (p < count ? p : count - 1);
+        int64_t slot = kv->table[at / kv->block_size] * kv->block_size + at % kv->block_size;
+        k_rows[p] = kv->k + slot * kv->position_stride + kv->head_offset;
+        v_rows[p] = kv->v + slot * kv->position_stride + kv->head_offset;
+    }
+    chunk_scores(queries, active, k_rows, count, kv->head_dim, scale, scores, keys);
+    for (int i = 0, a = 0; i < q->count; i++) {
+        if (q->limit[i] <= first)
+            continue;
+        weigh(scores + a * CPU_KV_CHUNK, seen[a], part->max + i, part->sum + i);
+        a++;
+    }
+    int i = 0;
+    for (; i + VALUE_QUERIES <= active; i += VALUE_QUERIES)
+        value_queries(VALUE_QUERIES, weights + i, count, v_rows, kv->head_dim, acc + i);
+    if (VALUE_QUERIES > 3 && i + 3 <= active) {
+        value_queries(3, weights + i, count, v_rows, kv->head_dim, acc + i);
+        i += 3;
+    }
+    for (; i < active; i++)
+        value_queries(1, weights + i, count, v_rows, kv->head_dim, acc + i);
+}
+
+static void merge(const struct cpu_softmax *into, const struct cpu_softmax *part, int i,
+                  int head_dim)
+{
+    float max = into->max[i] > part->max[i] ? into->max[i] : part->max[i];
+    vf keep = vf_exp(vf_set1(into->max[i] - max)), take = vf_exp(vf_set1(part->max[i] - max));
+    float *acc = into->acc + (int64_t)i * head_dim;
+    const float *more = part->acc + (int64_t)i * head_dim;
+    for (int d = 0; d < head_dim; d += VL)
+        vf_store(acc + d, vf_fma(vf_load(acc + d), keep, vf_load(more + d) * take));
+    into->sum[i] = into->sum[i] * keep[0] + part->sum[i] * take[0];
+    into->max[i] = max;
+}

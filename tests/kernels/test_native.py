@@ -1,0 +1,192 @@
+"""The CPU kernels against torch float32 on the same stored weights, for every instruction set."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+from aengine.errors import ConfigError
+from aengine.execute.forward import NativeForward
+from aengine.execute.loader import native_spec
+from aengine.kernels import native
+from aengine.model.causal_lm import CausalLM
+from aengine.model.files import LoadedFiles, open_model
+from aengine.model.registry import decoder_spec
+from tests.model.paged import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="the CPU kernels are not built")
+
+TEXTS = [
+    "The capital of France is Paris, and the capital of Italy is Rome. " * 3,
+    "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)",
+    "数字",
+]
+
+
+def sets() -> list[str]:
+    if not native.available():
+        return []
+    from aengine_ext import _cpu
+
+    return _cpu.isas()
+
+
+class Bound:
+    """A `NativeModel` with the face of a `CausalLM`, for `paged.run`."""
+
+    def __init__(self, model: native.NativeModel, like: CausalLM) -> None:
+        self.config = like.config
+        self.num_heads, self.num_kv_heads = like.num_heads, like.num_kv_heads
+        self._model = model
+
+    def forward(self, batch: Any, kv_cache: Any, _: Any) -> torch.Tensor:
+        return NativeForward(self._model, kv_cache)(batch)
+
+
+@pytest.fixture(scope="module")
+def files(smollm2_gguf: Path) -> LoadedFiles:
+    return open_model(smollm2_gguf)
+
+
+@pytest.fixture(scope="module")
+def reference(files: LoadedFiles) -> CausalLM:
+    return CausalLM(
+        decoder_spec(files.config, 256),
+        files.weights,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_model_len=256,
+    )
+
+
+@pytest.fixture(scope="module")
+def sequences(files: LoadedFiles) -> list[list[int]]:
+    return [files.tokenizer.encode(text) for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def wanted(reference: CausalLM, sequences: list[list[int]]) -> list[torch.Tensor]:
+    return run(reference, sequences, [256])
+
+
+def bound(
+    files: LoadedFiles, reference: CausalLM, mode: Literal["float32", "int8"], threads: int = 2
+) -> Any:
+    spec = native_spec(decoder_spec(files.config, 256), mode, threads)
+    return Bound(native.NativeModel(spec, files.weights), reference)
+
+
+@pytest.mark.parametrize("isa", sets())
+def test_float32_mode_equals_torch(
+    isa: str,
+    files: LoadedFiles,
+    reference: CausalLM,
+    sequences: list[list[int]],
+    wanted: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AENGINE_CPU_ISA", isa)
+    model = bound(files, reference, "float32")
+    assert model._model.isa == isa
+    for found, right in zip(run(model, sequences, [40, 3, 1]), wanted, strict=True):
+        assert (found - right).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("isa", sets())
+def test_int8_mode_agrees_on_nearly_every_token(
+    isa: str,
+    files: LoadedFiles,
+    reference: CausalLM,
+    sequences: list[list[int]],
+    wanted: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AENGINE_CPU_ISA", isa)
+    found = torch.cat(run(bound(files, reference, "int8"), sequences, [256]))
+    right = torch.cat(wanted)
+    assert (found.argmax(-1) == right.argmax(-1)).float().mean() > 0.9
+    divergence = torch.nn.functional.kl_div(
+        found.log_softmax(-1), right.log_softmax(-1), log_target=True, reduction="batchmean"
+    )
+    assert divergence < 0.03
+
+
+@pytest.mark.parametrize("mode", ["float32", "int8"])
+def test_a_rows_result_is_the_same_bits_in_any_batch_and_chunking(
+    mode: Literal["float32", "int8"],
+    files: LoadedFiles,
+    reference: CausalLM,
+    sequences: list[list[int]],
+) -> None:
+    together = run(bound(files, reference, mode), sequences, [17, 1])
+    for sequence, found in zip(sequences, together, strict=True):
+        (alone,) = run(bound(files, reference, mode, threads=1), [sequence], [256])
+        assert torch.equal(found, alone)
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """A valid step of two tokens."""
+    layer = np.zeros((3, 4, 3, 64), dtype=np.float32)
+    step = {
+        "token_ids": np.array([5, 6]),
+        "positions": np.array([0, 1]),
+        "slot_mapping": np.array([4, 5]),
+        "query_start": np.array([0, 2], dtype=np.int32),
+        "context_lens": np.array([2], dtype=np.int32),
+        "block_tables": np.array([[1]], dtype=np.int32),
+        "logit_index": np.array([1]),
+        "keys": [layer.ctypes.data] * 30,
+        "values": [layer.ctypes.data] * 30,
+        "num_blocks": 3,
+        "block_size": 4,
+        "out": np.full((1, 49152), np.nan, dtype=np.float32),
+    }
+    return step | {"_alive": layer} | changes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": np.array([5, 49152])},
+        {"token_ids": np.array([-1, 5])},
+        {"token_ids": np.array([5])},
+        {"positions": np.array([0, 4])},
+        {"slot_mapping": np.array([4, 12])},
+        {"block_tables": np.array([[3]], dtype=np.int32)},
+        {"block_tables": np.array([[-1]], dtype=np.int32)},
+        {"logit_index": np.array([2])},
+        {"query_start": np.array([0, 3], dtype=np.int32)},
+        {"query_start": np.array([0], dtype=np.int32)},
+        {"context_lens": np.array([9], dtype=np.int32)},
+        {"out": np.zeros((2, 49152), dtype=np.float32)},
+        {"out": np.zeros((1, 49152))},
+        {"keys": [1]},
+    ],
+)
+def test_a_step_out_of_range_is_refused(
+    changes: dict[str, Any], files: LoadedFiles, reference: CausalLM
+) -> None:
+    model = bound(files, reference, "float32")._model
+    step = arguments(**changes)
+    alive = step.pop("_alive")
+    with pytest.raises(ValueError, match=r"range|float32|address"):
+        model.forward(**step)
+    good = arguments()
+    alive = good.pop("_alive")
+    model.forward(**good)
+    assert np.isfinite(good["out"]).all()
+    del alive
+
+
+def test_an_instruction_set_that_is_not_here_is_named(
+    files: LoadedFiles, reference: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AENGINE_CPU_ISA", "sse9")
+    with pytest.raises(ConfigError, match="sse9"):
+        bound(files, reference, "float32")

@@ -5,9 +5,11 @@ Block 0 is the padding block: rows that pad a batch read and write it, no sequen
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from aengine.errors import OutOfMemoryError
@@ -52,14 +54,22 @@ class KVCacheSpec:
     def allocate(self, num_blocks: int, device: torch.device) -> list[KVLayer]:
         """The tensors of `num_blocks` usable blocks and the padding block."""
         shape = (num_blocks + 1, self.block_size, self.num_kv_heads, self.head_dim)
-        # Zeros, so that what a padded row reads is a number: NaN would spread through a softmax.
         return [
-            KVLayer(
-                torch.zeros(shape, dtype=self.dtype, device=device),
-                torch.zeros(shape, dtype=self.dtype, device=device),
-            )
+            KVLayer(_zeros(shape, self.dtype, device), _zeros(shape, self.dtype, device))
             for _ in range(self.num_layers)
         ]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, so that what a padded row reads is a number: NaN would spread through a softmax.
+
+    On a CPU the pages come from calloc and take no memory until a sequence writes to them, which
+    torch's own zeros would do at once.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def size_cache(

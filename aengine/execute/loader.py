@@ -130,7 +130,7 @@ def _native_mode(
         )
     if reason is not None or config.dtype not in ("auto", "float32", "int8"):
         return None
-    return "int8" if config.dtype == "int8" else "float32"
+    return "float32" if config.dtype == "float32" else "int8"
 
 
 def native_spec(network: DecoderSpec, mode: Literal["float32", "int8"], threads: int) -> NativeSpec:

@@ -12,6 +12,7 @@ import sys
 def examine() -> dict[str, str]:
     """Findings by name, each a short sentence."""
     from aengine import __version__
+    from aengine.kernels import native
 
     found = {
         "aengine": __version__,
@@ -19,7 +20,7 @@ def examine() -> dict[str, str]:
         "cores": str(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()),
         "event loop": "uvloop" if importlib.util.find_spec("uvloop") else "asyncio",
         "completion queue": _module("aengine_ext._completions", "pure Python takes its place"),
-        "CPU kernels": _module("aengine_ext._cpu", "torch computes instead"),
+        "CPU kernels": native.describe(),
     }
     return found | _torch()
 

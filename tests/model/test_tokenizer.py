@@ -61,5 +61,5 @@ def test_sentencepiece_ids_equal_llama_cpps() -> None:
     tokenizer = tokenizer_from_gguf(entry["metadata"])
     for text, ids in zip(CORPUS, entry["ids"], strict=True):
         if "\0" in text:
-            continue  # this vocabulary has the piece "\\0", which llama.cpp reads as an empty string
+            continue  # llama.cpp reads the vocabulary piece "\\0" as an empty string
         assert tokenizer.encode(text, add_special_tokens=False) == ids

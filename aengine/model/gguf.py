@@ -14,6 +14,7 @@ import math
 import mmap
 import struct
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_SCALARS = MappingProxyType(dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True)))
 """Value type number -> struct code."""
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4

@@ -135,6 +135,9 @@ class NativeModel:
         module = _module()
         if module is None:
             raise ConfigError("the CPU kernels are not built here")
+        reason = obstacle(spec)
+        if reason is not None:
+            raise ConfigError(f"the CPU kernels cannot compute this network: {reason}")
         self.spec = spec
         self.nbytes = 0
         self._module: Any = module

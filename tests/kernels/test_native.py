@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -190,3 +191,11 @@ def test_an_instruction_set_that_is_not_here_is_named(
     monkeypatch.setenv("AENGINE_CPU_ISA", "sse9")
     with pytest.raises(ConfigError, match="sse9"):
         bound(files, reference, "float32")
+
+
+@pytest.mark.parametrize("size", [8, 16, 48])
+def test_sizes_that_the_kernels_cannot_compute_are_refused(size: int, files: LoadedFiles) -> None:
+    spec = native_spec(decoder_spec(files.config, 256), "float32", 1)
+    odd = replace(spec, head_dim=size, inv_freq=[1.0] * (size // 2))
+    with pytest.raises(ConfigError, match="head_dim"):
+        native.NativeModel(odd, files.weights)

@@ -17,7 +17,7 @@ import numpy as np
 from aengine.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from types import ModuleType
 
     import numpy.typing as npt
@@ -38,6 +38,8 @@ GGML_TYPES = {
 """Names of stored types that the kernels take, and their numbers in the GGUF specification."""
 
 _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_LISTED = 12
+"""Names that an error lists before it only counts."""
 _TWO_TERMS = frozenset({"o_proj", "down_proj"})
 """Products whose inputs have outliers: there one 8-bit term costs most of the agreement lost."""
 
@@ -63,6 +65,8 @@ class StoredTensors(Protocol):
     def __getitem__(self, name: str, /) -> StoredTensor: ...
 
     def __contains__(self, name: object, /) -> bool: ...
+
+    def __iter__(self) -> Iterator[str]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +132,7 @@ class NativeModel:
     Raises:
         ConfigError: the kernels are not built, or `AENGINE_CPU_ISA` names an instruction set that
             this processor lacks.
-        ModelLoadError: a tensor is missing or has another shape than the sizes say.
+        ModelLoadError: a tensor is missing, unexpected, or of another shape than the sizes say.
     """
 
     def __init__(self, spec: NativeSpec, weights: StoredTensors) -> None:
@@ -140,6 +144,7 @@ class NativeModel:
             raise ConfigError(f"the CPU kernels cannot compute this network: {reason}")
         self.spec = spec
         self.nbytes = 0
+        self._used: set[str] = set()
         self._module: Any = module
         isa = os.environ.get("AENGINE_CPU_ISA", "")
         if isa and isa not in module.isas():
@@ -199,10 +204,19 @@ class NativeModel:
         if not spec.tied:
             self._matrix(weights, first + 1, "lm_head.weight", vocabulary, 2)
         self._vector(weights, spec.num_layers * 5, "model.norm.weight", hidden)
+        if spec.tied:
+            self._used.add("lm_head.weight")
+        left = [name for name in weights if name not in self._used]
+        if left:
+            more = f" and {len(left) - _LISTED} more" if len(left) > _LISTED else ""
+            raise ModelLoadError(
+                f"the weights do not fit the model; unexpected: {', '.join(left[:_LISTED])}{more}"
+            )
 
     def _find(self, weights: StoredTensors, name: str, shape: tuple[int, ...]) -> StoredTensor:
         if name not in weights:
             raise ModelLoadError(f"the weights do not fit the model; missing: {name}")
+        self._used.add(name)
         tensor = weights[name]
         if tuple(tensor.shape) != shape:
             raise ModelLoadError(

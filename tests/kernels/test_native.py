@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from aengine.errors import ConfigError
+from aengine.errors import ConfigError, ModelLoadError
 from aengine.execute.forward import NativeForward
 from aengine.execute.loader import native_spec
 from aengine.kernels import native
@@ -199,3 +199,35 @@ def test_sizes_that_the_kernels_cannot_compute_are_refused(size: int, files: Loa
     odd = replace(spec, head_dim=size, inv_freq=[1.0] * (size // 2))
     with pytest.raises(ConfigError, match="head_dim"):
         native.NativeModel(odd, files.weights)
+
+
+class Changed:
+    """The file's tensors, with some hidden and some more."""
+
+    def __init__(self, files: LoadedFiles, hidden: str = "", more: str = "") -> None:
+        self._weights, self._hidden, self._more = files.weights, hidden, more
+
+    def __getitem__(self, name: str) -> Any:
+        return self._weights["model.norm.weight" if name == self._more else name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in list(self)
+
+    def __iter__(self) -> Any:
+        names = [name for name in self._weights if name != self._hidden]
+        return iter([*names, self._more] if self._more else names)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden": "model.layers.3.mlp.up_proj.weight"}, "missing: model.layers.3.mlp.up_proj"),
+        ({"more": "model.layers.0.self_attn.q_proj.bias"}, "unexpected: model.layers.0.self_attn"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    change: dict[str, str], said: str, files: LoadedFiles
+) -> None:
+    spec = native_spec(decoder_spec(files.config, 256), "float32", 1)
+    with pytest.raises(ModelLoadError, match=said):
+        native.NativeModel(spec, Changed(files, **change))

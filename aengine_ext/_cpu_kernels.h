@@ -79,7 +79,6 @@ struct cpu_kernels {
     /* into += part, for query i of both */
     void (*merge)(const struct cpu_softmax *into, const struct cpu_softmax *part, int i,
                   int head_dim);
-    int64_t (*argmax)(const float *x, int64_t n);
 };
 
 static inline int64_t cpu_scratch_floats(int64_t max_cols) { return max_cols * CPU_GROUP * 4; }

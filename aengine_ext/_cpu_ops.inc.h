@@ -68,28 +68,3 @@ static void quantise(const float *x, int64_t n, int8_t *hi, int8_t *lo,
         info->sum = info->scale * (float)(sums[0] + sums[1]);
     }
 }
-
-static int64_t argmax(const float *x, int64_t n)
-{
-    int64_t best = 0;
-    enum { STEP = 64 };
-    float top = x[0];
-    int64_t i = 0;
-    for (; i + STEP <= n; i += STEP) {
-        vf most = vf_load(x + i);
-        for (int j = VL; j < STEP; j += VL)
-            most = vf_max(most, vf_load(x + i + j));
-        if (vf_top(most) > top)
-            for (int j = 0; j < STEP; j++)
-                if (x[i + j] > top) {
-                    top = x[i + j];
-                    best = i + j;
-                }
-    }
-    for (; i < n; i++)
-        if (x[i] > top) {
-            top = x[i];
-            best = i;
-        }
-    return best;
-}

@@ -21,5 +21,5 @@
 #define KERNEL_TABLE(NAME)                                                                         \
     {                                                                                              \
         .name = NAME, .matmul = matmul, .rms_norm = rms_norm, .rope = rope, .swiglu = swiglu,      \
-        .quantise = quantise, .attend_chunk = attend_chunk, .merge = merge, .argmax = argmax,      \
+        .quantise = quantise, .attend_chunk = attend_chunk, .merge = merge,                        \
     }

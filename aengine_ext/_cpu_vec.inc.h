@@ -2,7 +2,7 @@
  *
  * The including file defines VL, and may define as macros what its instruction set does better:
  * vf_fma, vf_max, vf_half (16-bit floats to a vector), vi_store_i8. Where it does not, the plain
- * forms below apply. Contraction is off (setup of the build), so a fused multiply-add is used
+ * forms below apply. Contraction is off (-ffp-contract=off in pyproject.toml), so a fused multiply-add is used
  * exactly where vf_fma is written.
  */
 #include <stdint.h>
@@ -72,7 +72,7 @@ INLINE vf vf_half(const void *p)
 INLINE vf vf_bfloat(const void *p)
 {
     uint16_t h[VL];
-    vu wide;
+    vu wide = {0};
     memcpy(h, p, sizeof h);
     for (int i = 0; i < VL; i++)
         wide[i] = h[i];

@@ -16,7 +16,7 @@ from gguf.quants import dequantize
 from aengine.errors import ModelLoadError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     ByteRows = np.ndarray[Any, np.dtype[np.uint8]]
     FloatArray = np.ndarray[Any, np.dtype[np.float32]]
@@ -123,56 +123,3 @@ class TensorTable:
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
-
-
-def check_tensors(
-    weights: WeightSource,
-    expected: Mapping[str, tuple[int, ...]],
-    *,
-    optional: Collection[str] = (),
-) -> None:
-    """Compare what a file holds with what a family needs, before anything is loaded.
-
-    Args:
-        weights: the file's tensors.
-        expected: name -> shape of every tensor that the model uses.
-        optional: names among `expected` that may be absent.
-
-    Raises:
-        ModelLoadError: a tensor is missing, unexpected, misshapen or of a type that cannot be
-            decoded. All of the first kind that occurs are counted, up to three are named.
-    """
-    missing = [name for name in expected if name not in weights and name not in optional]
-    if missing:
-        raise ModelLoadError(f"the model file lacks {_some(missing)}")
-    unexpected = [name for name in weights if name not in expected]
-    if unexpected:
-        raise ModelLoadError(
-            f"the model file has {_some(unexpected)} that this architecture does not use: "
-            "its output would be wrong without them"
-        )
-    misshapen = [
-        f"{name} {list(weights[name].shape)} instead of {list(shape)}"
-        for name, shape in expected.items()
-        if name in weights and weights[name].shape != tuple(shape)
-    ]
-    if misshapen:
-        raise ModelLoadError(f"the model file has the wrong shape for {_some(misshapen)}")
-    known = decodable_types()
-    undecodable = [f"{name} ({weights[name].dtype})" for name in weights]
-    undecodable = [
-        entry
-        for name, entry in zip(weights, undecodable, strict=True)
-        if weights[name].dtype not in known
-    ]
-    if undecodable:
-        raise ModelLoadError(
-            f"the model file has a type that cannot be decoded in {_some(undecodable)}; known are "
-            f"{', '.join(known)}"
-        )
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{len(names)} tensor{'s' if len(names) != 1 else ''}: {shown}{more}"

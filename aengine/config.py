@@ -99,6 +99,7 @@ class EngineConfig:
             open (restored at close); None leaves it alone.
         trace: path of a Chrome trace to write at close; None: no trace.
         load_format: "auto", or "dummy" for random weights.
+        cuda_graphs: launch steady decode steps as captured graphs (on a GPU).
 
     Raises:
         ConfigError: a value is impossible; the message names it and what would be accepted.
@@ -116,6 +117,7 @@ class EngineConfig:
     switch_interval: float | None = None
     trace: str | None = None
     load_format: Literal["auto", "dummy"] = "auto"
+    cuda_graphs: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -160,20 +160,27 @@ class CudaStream:
                 self.device.driver.do("stream_wait", self.handle, completion.event.handle, 0)
 
     def prepare(
-        self, calls: Sequence[tuple[str | int, tuple[int, ...]]], *, key: Hashable = "prepared"
+        self,
+        calls: Sequence[tuple[str | int, tuple[int, ...]]],
+        *,
+        slots: Sequence[tuple[int, int]] = (),
+        key: Hashable = "prepared",
+        holds: object = None,
     ) -> PreparedLaunch:
         """A launch list for this stream: law 11's steady step.
 
         Args:
             calls: driver functions (symbol or address) with integer and pointer arguments.
+            slots: (call, argument) of the arguments that each launch gives anew.
             key: the kind of work, by which its duration is learnt.
+            holds: kept alive as long as the list is (a graph that it launches).
 
         Raises:
             DeviceError: the extension is not there, or the driver lacks a function.
         """
         driver = self.device.driver
         resolved = [(driver.address(f) if isinstance(f, str) else f, args) for f, args in calls]
-        return PreparedLaunch(self, resolved, key)
+        return PreparedLaunch(self, resolved, slots, key, holds)
 
     # -- the device room's side --------------------------------------------------------------------
 

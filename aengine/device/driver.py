@@ -53,12 +53,16 @@ _SIGNATURES: dict[str, tuple[str, tuple[Any, ...]]] = {
         "cuEventElapsedTime",
         (ctypes.POINTER(ctypes.c_float), _HANDLE, _HANDLE),
     ),
+    "graph_upload": ("cuGraphUpload", (_HANDLE, _HANDLE)),
+    "graph_destroy": ("cuGraphExecDestroy", (_HANDLE,)),
     "host_alloc": ("cuMemHostAlloc", (_OUT, ctypes.c_size_t, _UINT)),
     "host_pointer": (
         "cuMemHostGetDevicePointer_v2",
         (ctypes.POINTER(ctypes.c_uint64), _HANDLE, _UINT),
     ),
 }
+_REPLACEABLE = frozenset({"stream_write", "graph_upload", "graph_destroy"})
+"""Functions without which there are no flags, or no graphs, and all else works."""
 
 
 class Driver:
@@ -84,10 +88,11 @@ class Driver:
             if function is not None:
                 function.argtypes, function.restype = types, _INT
                 self.calls[name] = function
-            elif name != "stream_write":
+            elif name not in _REPLACEABLE:
                 raise DeviceError(f"the CUDA driver has no {symbol}; it is too old")
         self.event_synchronize: Callable[[int], int] = blocking.cuEventSynchronize
         blocking.cuEventSynchronize.argtypes = (_HANDLE,)
+        self._instantiate = getattr(blocking, "cuGraphInstantiateWithFlags", None)
         self._error_name = self._quick.cuGetErrorName
         self._error_name.argtypes = (_INT, ctypes.POINTER(ctypes.c_char_p))
         self.check(self.calls["init"](0), "cuInit")
@@ -178,6 +183,22 @@ class Driver:
         tensor is freed, be it long after; on a destroyed stream that ends the process.
         """
         self._streams.setdefault((context, priority), []).append(handle)
+
+    def instantiate(self, graph: int, stream: int) -> int:
+        """An executable graph (CUgraphExec) of a captured one, uploaded on `stream`.
+
+        Lets go of the GIL: it takes milliseconds.
+
+        Raises:
+            DeviceError: the driver is too old, or refuses the graph.
+        """
+        if self._instantiate is None:
+            raise DeviceError("the CUDA driver has no cuGraphInstantiateWithFlags; it is too old")
+        executable = ctypes.c_void_p()
+        code = self._instantiate(ctypes.byref(executable), _HANDLE(graph), ctypes.c_ulonglong(0))
+        self.check(code, "cuGraphInstantiateWithFlags")
+        self.do("graph_upload", executable, stream)
+        return executable.value or 0
 
     def device_pointer(self, host: int) -> int:
         """The address at which the device sees mapped host memory."""

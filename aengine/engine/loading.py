@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from aengine.config import EngineConfig
-    from aengine.device.protocols import Device
+    from aengine.device.cuda_stream import CudaStream
+    from aengine.device.protocols import Device, Stream
     from aengine.execute.loader import LoadedModel
     from aengine.model.chat import ChatTemplate
     from aengine.model.files import LoadedFiles
@@ -55,22 +57,29 @@ async def load_parts(
     """
     text_thread = TextThread("aengine-text")
     device: Device | None = None
+    stream: Stream
     try:
-        files = await text_thread.run(_open, config.model, on_progress)
+        files = await text_thread.run(_open, config, on_progress)
         index = await text_thread.run(_cuda_index, config.device)
         trace = None if config.trace is None else Trace()
+        on_progress("load", 0, 1)
         if index is None:
             device = CpuDevice(initializer=_threads(config.cpu_threads), trace=trace)
+            stream = device.stream("forward")
+            try:
+                model = await stream.launch(_load_on_cpu, config, files)
+            except DeviceError as error:
+                if isinstance(error.__cause__, AEngineError):
+                    raise error.__cause__ from error.__cause__.__cause__
+                raise
         else:
-            device = CudaDevice(index, trace=trace)
-        stream = device.stream("forward")
-        on_progress("load", 0, 1)
-        try:
-            model = await stream.launch(_load, config, files, index)
-        except DeviceError as error:
-            if isinstance(error.__cause__, AEngineError):
-                raise error.__cause__ from error.__cause__.__cause__
-            raise
+            device = gpu = CudaDevice(index, trace=trace)
+            stream = lane = device.stream("forward")
+            loop = asyncio.get_running_loop()
+            # In a thread: what a GPU is given to do is prepared by the one who launches it.
+            model = await loop.run_in_executor(
+                None, load_on_gpu, config, files, gpu, lane, on_progress
+            )
         on_progress("load", 1, 1)
     except BaseException:
         text_thread.close()
@@ -96,12 +105,12 @@ async def load_parts(
     )
 
 
-def _open(model: str, on_progress: Callable[[str, int, int], None]) -> LoadedFiles:
+def _open(config: EngineConfig, on_progress: Callable[[str, int, int], None]) -> LoadedFiles:
     # Imported where the work is done: these bring the tokenizer's and the format's libraries.
     from aengine.model.files import open_model
     from aengine.model.hub import resolve
 
-    return open_model(resolve(model, on_progress))
+    return open_model(resolve(config.model, on_progress), weights=config.load_format != "dummy")
 
 
 def _cuda_index(device: str) -> int | None:
@@ -137,10 +146,36 @@ def _threads(count: int | None) -> Callable[[], None] | None:
     return initialize
 
 
-def _load(config: EngineConfig, files: LoadedFiles, index: int | None) -> LoadedModel:
+def _load_on_cpu(config: EngineConfig, files: LoadedFiles) -> LoadedModel:
     import torch
 
     from aengine.execute.loader import load_model
 
-    device = torch.device("cpu") if index is None else torch.device("cuda", index)
-    return load_model(config, files, device)
+    return load_model(config, files, torch.device("cpu"))
+
+
+def load_on_gpu(
+    config: EngineConfig,
+    files: LoadedFiles,
+    device: CudaDevice,
+    stream: CudaStream,
+    on_progress: Callable[[str, int, int], None],
+) -> LoadedModel:
+    """Load, and capture the common decode steps. Its work is on `stream` when it returns.
+
+    Raises:
+        ModelLoadError, ConfigError, OutOfMemoryError: as `load_parts`.
+    """
+    import torch
+
+    from aengine.execute.loader import load_model
+
+    with device.current(), device.guard(stream.handle):
+        model = load_model(config, files, torch.device("cuda", device.index))
+        if config.cuda_graphs:
+            from aengine.execute.cuda_decode import capture_common
+
+            graphs = capture_common(config.scheduler, model, device, stream, on_progress)
+            if graphs is not None:
+                model.runner.use_graphs(graphs)
+    return model

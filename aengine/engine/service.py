@@ -16,6 +16,7 @@ import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from aengine.engine.chores import Chores
 from aengine.engine.core import EngineCore
 from aengine.engine.delayed import DelayedSampling
 from aengine.engine.delivery import Outbox
@@ -78,6 +79,7 @@ class EngineService:
         self._loop_thread: int | None = None
         self._steps: StepLoop | None = None
         self._delayed: DelayedSampling | None = None
+        self._chores: Chores | None = None
         self._core: EngineCore | None = None
 
     async def main(self) -> None:
@@ -107,6 +109,10 @@ class EngineService:
             if delayed is not None:
                 await delayed.aclose()
                 del delayed
+            chores, self._chores = self._chores, None
+            if chores is not None:
+                await chores.aclose()
+                del chores
             if parts is not None:
                 # In a thread: closing waits for the device's workers, and in the caller's loop
                 # (loop="caller") that wait must not hold up anybody.
@@ -122,11 +128,13 @@ class EngineService:
             parts.device.adopt_loop()
         delayed = self._delayed = DelayedSampling(parts, lambda: _wake(inbox))
         self._core = EngineCore(parts, inbox, Outbox(loop), delayed, self.clock)
+        chores = self._chores = Chores(parts.launcher)
         self._steps = StepLoop(
             parts,
             self._core,
             inbox,
             delayed,
+            chores,
             self.clock,
             max_steps_in_flight=self.config.scheduler.max_steps_in_flight,
         )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from aengine.batch import StepPlan
     from aengine.device.future import DeviceFuture
+    from aengine.engine.chores import Chores
     from aengine.engine.core import EngineCore
     from aengine.engine.delayed import DelayedSampling
     from aengine.engine.inbox import Inbox
@@ -45,6 +46,7 @@ class StepLoop:
         core: its requests.
         inbox: what callers say.
         delayed: samples the rows that wait for a grammar mask.
+        chores: what the launch side wants done beside the steps.
         clock: monotonic seconds.
         max_steps_in_flight: steps launched before the oldest must have settled.
     """
@@ -55,6 +57,7 @@ class StepLoop:
         core: EngineCore,
         inbox: Inbox[Message],
         delayed: DelayedSampling,
+        chores: Chores,
         clock: Callable[[], float],
         *,
         max_steps_in_flight: int,
@@ -64,6 +67,7 @@ class StepLoop:
         self._core = core
         self._inbox = inbox
         self._delayed = delayed
+        self._chores = chores
         self._clock = clock
         self._depth = max_steps_in_flight
         self._steps: deque[LaunchedStep] = deque()
@@ -96,7 +100,9 @@ class StepLoop:
         self._core.launched(init.request.seq_id for init in plan.slot_inits)
         self.steps_launched += 1
         if not plan.constrained:
-            output = stream.launch(self._parts.launcher.run, plan)
+            launcher = self._parts.launcher
+            output = launcher.replay(plan) or stream.launch(launcher.run, plan)
+            self._chores.look()
         else:
             begun = stream.launch(self._parts.launcher.begin, plan)
             # A mask needs the token before it, and that comes with the step before.

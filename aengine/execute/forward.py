@@ -55,7 +55,10 @@ class NativeForward:
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [S, vocab_size] float32."""
-        logits = torch.empty(len(batch.logit_index), self.vocab_size)
+        index = batch.logit_index
+        if index is None:
+            index = torch.arange(len(batch.token_ids))
+        logits = torch.empty(len(index), self.vocab_size)
         num_blocks, block_size = self._kv_cache[0].k.shape[:2]
         self._model.forward(
             token_ids=batch.token_ids.numpy(),
@@ -64,7 +67,7 @@ class NativeForward:
             query_start=batch.query_start.numpy(),
             context_lens=batch.context_lens.numpy(),
             block_tables=batch.block_tables.numpy(),
-            logit_index=batch.logit_index.numpy(),
+            logit_index=index.numpy(),
             keys=self._keys,
             values=self._values,
             num_blocks=num_blocks,

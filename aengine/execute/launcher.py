@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     import numpy.typing as npt
 
     from aengine.batch import StepPlan, StepResult
+    from aengine.device.future import DeviceFuture
 
 
 class StepOutput(Protocol):
@@ -29,6 +30,23 @@ class Launcher(Protocol):
     """Launches steps. Called in launch order, one stream at a time."""
 
     vocab_size: int
+
+    def replay(self, plan: StepPlan) -> DeviceFuture[StepOutput] | None:
+        """Launch a steady step as prepared driver calls, on the stream they were prepared for.
+
+        Not itself launched on a stream. None: this step needs `run`.
+
+        Raises:
+            DeviceError: the device is closed.
+        """
+        ...
+
+    def chore(self) -> Callable[[], None] | None:
+        """Work to do in a thread beside the steps, so that later ones are faster; None: nothing.
+
+        One at a time; what it raises is worth a warning and no more.
+        """
+        ...
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Forward, sample every sampling row, start the copy to the host."""

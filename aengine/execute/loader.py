@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from aengine.config import EngineConfig
     from aengine.execute.runner import Forward
     from aengine.kernels.attention import KVLayer
+    from aengine.kernels.sampling import SamplingKernels
     from aengine.model.attention import AttentionBackend
     from aengine.model.decoder import DecoderSpec
     from aengine.model.files import LoadedFiles
@@ -45,6 +46,8 @@ class LoadedModel:
     """A model ready to launch, and what the scheduler must know of it."""
 
     runner: ModelRunner
+    forward: Forward
+    sampler: Sampler
     num_blocks: int
     max_model_len: int
     compute: str
@@ -73,7 +76,7 @@ def load_model(config: EngineConfig, files: LoadedFiles, device: torch.device) -
     dtype = torch.float32 if mode is not None else _dtype(config, files, device)
     spec = KVCacheSpec.of(files.config, block_size=config.scheduler.block_size, dtype=dtype)
     bind: Callable[[list[KVLayer]], Forward]
-    if mode is not None:
+    if mode is not None and files.weights is not None:
         native = NativeModel(native_spec(network, mode, _threads(config)), files.weights)
         weight_bytes, compute = native.nbytes, f"CPU kernels, {mode}, {native.isa}"
         bind = partial(NativeForward, native)
@@ -94,11 +97,16 @@ def load_model(config: EngineConfig, files: LoadedFiles, device: torch.device) -
     forward = bind(spec.allocate(num_blocks, device))
     logger.info("%s: %s, %d KV blocks", files.path.name, compute, num_blocks)
     sampler = Sampler(
-        max_num_seqs=config.scheduler.max_num_seqs, vocab_size=forward.vocab_size, device=device
+        max_num_seqs=config.scheduler.max_num_seqs,
+        vocab_size=forward.vocab_size,
+        device=device,
+        kernels=_sampling_kernels(device),
     )
     builder = InputBuilder(block_size=config.scheduler.block_size, device=device)
     return LoadedModel(
         runner=ModelRunner(forward, sampler, builder),
+        forward=forward,
+        sampler=sampler,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         compute=compute,
@@ -176,13 +184,22 @@ def _torch_model(
         ops = triton_ops()
     return CausalLM(
         network,
-        None if config.load_format == "dummy" else files.weights,
+        files.weights,
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
         ops=ops,
         seed=config.seed,
     )
+
+
+def _sampling_kernels(device: torch.device) -> SamplingKernels | None:
+    """Triton's on a GPU: those of the captured steps, so that both ways draw the same tokens."""
+    if device.type != "cuda":
+        return None
+    from aengine.kernels import triton_sampling
+
+    return triton_sampling
 
 
 def _bind_torch(

@@ -16,12 +16,15 @@ from aengine.batch import StepResult
 from aengine.execute.logprobs import prompt_logprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy.typing as npt
 
     from aengine.batch import StepPlan, TokenLogprobs
+    from aengine.device.future import DeviceFuture
+    from aengine.execute.decode_graphs import DecodeGraphs
     from aengine.execute.inputs import InputBuilder
+    from aengine.execute.launcher import StepOutput
     from aengine.execute.logprobs import LogprobTensors
     from aengine.execute.sampler import Sampled, SampledCopy, Sampler
     from aengine.model.batch import ForwardBatch
@@ -104,6 +107,19 @@ class ModelRunner:
         self._sampler = sampler
         self._builder = builder
         self._requests: dict[int, Request] = {}
+        self._graphs: DecodeGraphs | None = None
+
+    def use_graphs(self, graphs: DecodeGraphs) -> None:
+        """Launch steady decode steps as these graphs from now on."""
+        self._graphs = graphs
+
+    def replay(self, plan: StepPlan) -> DeviceFuture[StepOutput] | None:
+        """See `Launcher.replay`."""
+        return None if self._graphs is None else self._graphs.replay(plan)
+
+    def chore(self) -> Callable[[], None] | None:
+        """See `Launcher.chore`."""
+        return None if self._graphs is None else self._graphs.chore()
 
     def run(self, plan: StepPlan) -> RunnerOutput:
         """Forward, sample every sampling row, start the copy to the host."""

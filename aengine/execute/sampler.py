@@ -67,7 +67,7 @@ class SampledCopy:
         errors = dict(self.errors)
         if self.failed is not None:
             for row in self.failed.nonzero().flatten().tolist():
-                errors.setdefault(row, _no_token(self.request_ids[row]))
+                errors.setdefault(row, no_token(self.request_ids[row]))
         logprobs = {}
         if self.logprobs is not None:
             records = self.logprobs.read(self.num_top)
@@ -105,7 +105,8 @@ class Sampled:
         )
 
 
-def _no_token(request_id: str) -> GenerationError:
+def no_token(request_id: str) -> GenerationError:
+    """The error of a row whose logits left nothing to choose."""
     return GenerationError(
         "no token can be sampled: the constraints of this request together forbid every token, "
         "or the model's logits are not finite",
@@ -136,9 +137,7 @@ class Sampler:
     ) -> None:
         self.device = torch.device(device)
         self.future_map = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
-        self._table = SlotTable(
-            max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=self.device
-        )
+        self.table = SlotTable(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=self.device)
         on_cpu = self.device.type == "cpu"
         self._kernels: SamplingKernels = kernels or (sampling_cpu if on_cpu else sampling)
 
@@ -147,11 +146,25 @@ class Sampler:
 
         Never raises for bad token ids in the request: its first sample reports the error.
         """
-        self._table.admit(init)
+        self.table.admit(init)
 
     def features(self, slots: Ints) -> SamplerFeature:
         """What the rows at these slots use together; 0 means greedy and nothing else."""
-        return SamplerFeature(int(np.bitwise_or.reduce(self._table.flags[slots], initial=0)))
+        return SamplerFeature(int(np.bitwise_or.reduce(self.table.flags[slots], initial=0)))
+
+    def request_ids(self, slots: Ints) -> list[str]:
+        """The labels of the requests that have these slots now."""
+        labels = self.table.request_ids
+        return [labels.get(slot, "") for slot in slots.tolist()]
+
+    def top_logprobs(self, slots: Ints) -> npt.NDArray[np.int64]:
+        """[S] how many most likely tokens each slot wants log-probabilities of."""
+        return self.table.top_logprobs[slots]
+
+    def wanted_logprobs(self, slots: Ints) -> dict[int, int]:
+        """Rows that want log-probabilities, and of how many most likely tokens besides."""
+        wanting = np.flatnonzero(self.table.flags[slots] & SamplerFeature.LOGPROBS)
+        return dict(zip(wanting.tolist(), self.top_logprobs(slots)[wanting].tolist(), strict=True))
 
     def sample(
         self,
@@ -171,7 +184,7 @@ class Sampler:
             bitmask: [C, ceil(vocabulary / 32)] int32 on the device: allowed tokens of C rows.
             bitmask_rows: [C] the rows (within S) that `bitmask` is for.
         """
-        features = int(np.bitwise_or.reduce(self._table.flags[slots], initial=0))
+        features = int(np.bitwise_or.reduce(self.table.flags[slots], initial=0))
         if not features and bitmask is None:
             token_ids = self._kernels.argmax(logits_SV)
             self._publish(slots, token_ids)
@@ -188,7 +201,7 @@ class Sampler:
         positions: npt.NDArray[np.int64],
         masks: tuple[torch.Tensor, npt.NDArray[np.int64]] | None,
     ) -> Sampled:
-        table, kernels, flags = self._table, self._kernels, self._table.flags[slots]
+        table, kernels, flags = self.table, self._kernels, self.table.flags[slots]
         penalised = np.flatnonzero(flags & SamplerFeature.PENALTIES)
         special = np.flatnonzero(flags & SamplerFeature.EXTRAS)
         wanting = np.flatnonzero(flags & SamplerFeature.LOGPROBS)
@@ -227,7 +240,7 @@ class Sampler:
             num_top=num_top,
             logprobs=logprobs,
             errors=errors,
-            request_ids=[table.request_ids.get(int(slot), "") for slot in slots],
+            request_ids=self.request_ids(slots),
         )
 
     def _choose(
@@ -239,7 +252,7 @@ class Sampler:
         modified: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Token ids [S], and which rows had nothing to choose from (None: no row can have)."""
-        kernels, table = self._kernels, self._table
+        kernels, table = self._kernels, self.table
         random = np.flatnonzero(flags & SamplerFeature.RANDOM)
         failed = peaks_S = None
         if modified or len(random):
@@ -259,12 +272,12 @@ class Sampler:
     ) -> torch.Tensor:
         """The given rows of a tensor, in memory of their own if `copy`."""
         if len(rows) < tensor_S.shape[0]:
-            return tensor_S.index_select(0, self._table.upload(rows))
+            return tensor_S.index_select(0, self.table.upload(rows))
         return tensor_S.clone() if copy else tensor_S
 
     def _publish(self, slots: Ints, token_ids: torch.Tensor) -> None:
         if self.device.type == "cpu":
             self.future_map.numpy()[slots] = token_ids.numpy()
         else:
-            index = self._table.upload(slots.astype(np.int64))
+            index = self.table.upload(slots.astype(np.int64))
             self.future_map.index_copy_(0, index, token_ids)

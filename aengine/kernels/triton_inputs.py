@@ -15,10 +15,14 @@ Shape legend: R rows of the graph, B blocks of its tables, N slots of the engine
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+
+if TYPE_CHECKING:
+    from aengine.kernels.triton_logits import Peaks
 
 HEADER = 2
 """Columns of a packed row before its block ids: slot and position."""
@@ -52,6 +56,18 @@ class DecodeInputs:
             slot_mapping=wide[3],
             context_lens=torch.zeros(rows, dtype=torch.int32, device=device),
             block_tables=torch.zeros(rows, blocks, dtype=torch.int32, device=device),
+        )
+
+    def first(self, rows: int, blocks: int) -> DecodeInputs:
+        """The part of this memory that `rows` rows with tables of `blocks` blocks take."""
+        tables = self.block_tables.view(-1)[: rows * blocks]
+        return DecodeInputs(
+            slots=self.slots[:rows],
+            token_ids=self.token_ids[:rows],
+            positions=self.positions[:rows],
+            slot_mapping=self.slot_mapping[:rows],
+            context_lens=self.context_lens[:rows],
+            block_tables=tables.view(rows, blocks),
         )
 
 
@@ -135,21 +151,47 @@ def _draws_kernel(
     bits = _mix64(key ^ _mix64(position.to(tl.uint64) * golden + golden))
     uniform = (bits >> 12).to(tl.int64).to(tl.float64) * 2.220446049250313e-16
     tl.store(uniform_ptr + row, uniform, mask=inside)
-    top_k = tl.load(ints_ptr + slot * ints_stride + 1, mask=inside, other=0)
-    tl.store(top_k_ptr + row, top_k, mask=inside)
     reals = reals_ptr + slot * reals_stride
-    tl.store(temperature_ptr + row, tl.load(reals, mask=inside, other=1.0), mask=inside)
-    tl.store(top_p_ptr + row, tl.load(reals + 1, mask=inside, other=1.0), mask=inside)
-    tl.store(min_p_ptr + row, tl.load(reals + 2, mask=inside, other=0.0), mask=inside)
+    temperature = tl.load(reals, mask=inside, other=0.0)
+    # A greedy row is drawn for nothing: with these parameters that costs the least.
+    random = temperature > 0
+    top_k = tl.load(ints_ptr + slot * ints_stride + 1, mask=inside & random, other=0)
+    top_p = tl.load(reals + 1, mask=inside & random, other=1.0)
+    min_p = tl.load(reals + 2, mask=inside & random, other=0.0)
+    tl.store(temperature_ptr + row, tl.where(random, temperature, 1.0), mask=inside)
+    tl.store(top_k_ptr + row, top_k, mask=inside)
+    tl.store(top_p_ptr + row, top_p, mask=inside)
+    tl.store(min_p_ptr + row, min_p, mask=inside)
 
 
 @triton.jit
-def _publish_kernel(future_ptr, slots_ptr, token_ptr, rows, BLOCK: tl.constexpr):
+def _publish_kernel(
+    future_ptr,
+    slots_ptr,
+    peak_ptr,
+    best_ptr,
+    drawn_ptr,
+    reals_ptr,
+    token_ptr,
+    result_ptr,
+    reals_stride,
+    rows,
+    RANDOM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     slot = tl.load(slots_ptr + row, mask=inside, other=0)
-    token = tl.load(token_ptr + row, mask=inside, other=0)
+    token = tl.load(best_ptr + row, mask=inside, other=0)
+    if RANDOM:
+        temperature = tl.load(reals_ptr + slot * reals_stride, mask=inside, other=0.0)
+        drawn = tl.load(drawn_ptr + row, mask=inside, other=0)
+        token = tl.where(temperature > 0, drawn, token)
+    peak = tl.load(peak_ptr + row, mask=inside, other=0.0)
+    sampled = (peak > float("-inf")) & (peak < float("inf"))
     tl.store(future_ptr + slot, token, mask=inside)
+    tl.store(token_ptr + row, token, mask=inside)
+    tl.store(result_ptr + row, tl.where(sampled, token, -1).to(tl.int32), mask=inside)
 
 
 def unpack_decode(
@@ -187,6 +229,8 @@ def slot_draws(
 ) -> SlotDraws:
     """The sampling parameters of the rows' slots, and the uniform of (key, position + 1).
 
+    Greedy rows (temperature 0) get parameters that truncate nothing: their draw means nothing.
+
     Args:
         slots, positions: [R] int64 of `DecodeInputs`.
         reals: [N, at least 3] float64: temperature, top_p, min_p.
@@ -218,15 +262,42 @@ def slot_draws(
     return draws
 
 
-def publish(future_map: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-    """Write each row's token at its slot; rows of slot 0 (padding) leave any one of theirs there.
+def publish(
+    future_map: torch.Tensor,
+    slots: torch.Tensor,
+    best: Peaks,
+    drawn: torch.Tensor | None,
+    reals: torch.Tensor,
+    token_ids: torch.Tensor,
+    result: torch.Tensor,
+) -> None:
+    """Settle each row's token and write it where it is needed.
+
+    Rows of slot 0 (padding) leave any one of theirs there.
 
     Args:
-        future_map: [N] int64.
-        slots, token_ids: [R] int64.
+        future_map: [N] int64, written at the rows' slots.
+        slots: [R] int64.
+        best: of the R rows.
+        drawn: [R] int64, taken by the rows whose slot has a temperature; None: all are greedy.
+        reals: [N, at least 1] float64, temperature first.
+        token_ids: [R] int64, written.
+        result: [R] int32, written: for the host, -1 where nothing could be sampled.
     """
     rows = slots.shape[0]
     if rows:
         _publish_kernel[(triton.cdiv(rows, 128),)](
-            future_map, slots, token_ids, rows, BLOCK=128, num_warps=4
+            future_map,
+            slots,
+            best.values_S,
+            best.token_ids_S,
+            best.token_ids_S if drawn is None else drawn,
+            reals,
+            token_ids,
+            result,
+            reals.stride(0),
+            rows,
+            RANDOM=drawn is not None,
+            BLOCK=128,
+            num_warps=4,
         )

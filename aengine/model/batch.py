@@ -33,8 +33,8 @@ class ForwardBatch:
     """[R] int32."""
     block_tables: torch.Tensor
     """[R, B] int32."""
-    logit_index: torch.Tensor
-    """[S] int64: indices into T of the tokens whose logits are wanted."""
+    logit_index: torch.Tensor | None
+    """[S] int64: indices into T of the tokens whose logits are wanted; None: all of them."""
     num_decode: int
     """Rows 0 .. num_decode-1 are decode rows."""
     max_query_len: int

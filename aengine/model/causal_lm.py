@@ -198,13 +198,12 @@ class CausalLM:
             hidden = self._layers[index](hidden, batch, kv_cache[index], backend, self._ops)
         return hidden
 
-    def logits(self, hidden: Hidden, logit_index: torch.Tensor) -> torch.Tensor:
-        """[S, V] float32 of the tokens at `logit_index` ([S] int64)."""
-        update = hidden.update
-        chosen = Hidden(
-            hidden.residual[logit_index], None if update is None else update[logit_index]
-        )
-        x, _ = enter(chosen, self._norm, self.config.rms_norm_eps, self._ops)
+    def logits(self, hidden: Hidden, logit_index: torch.Tensor | None) -> torch.Tensor:
+        """[S, V] float32 of the tokens at `logit_index` ([S] int64; None: of all)."""
+        if logit_index is not None:
+            residual, update = hidden
+            hidden = Hidden(residual[logit_index], None if update is None else update[logit_index])
+        x, _ = enter(hidden, self._norm, self.config.rms_norm_eps, self._ops)
         return self._head(x)
 
     def forward(

@@ -28,7 +28,8 @@ class LoadedFiles:
 
     path: Path
     config: ModelConfig
-    weights: WeightSource
+    weights: WeightSource | None
+    """None: none are wanted (`load_format="dummy"`)."""
     tokenizer: Tokenizer
     chat: ChatTemplate
     quantised: bool
@@ -40,20 +41,24 @@ class LoadedFiles:
         return self.config.eos_token_ids | self.tokenizer.eos_token_ids
 
 
-def open_model(path: Path) -> LoadedFiles:
+def open_model(path: Path, *, weights: bool = True) -> LoadedFiles:
     """Read a `.gguf` file or a Hugging Face folder.
+
+    Args:
+        path: the file or folder.
+        weights: False: leave the weights alone; a folder may be without them.
 
     Raises:
         ModelLoadError: neither of the two, damaged, or not supported; the message says what.
     """
     if path.is_dir():
-        return _open_folder(path)
+        return _open_folder(path, weights)
     if path.is_file():
-        return _open_gguf(path)
+        return _open_gguf(path, weights)
     raise ModelLoadError(f"{path} does not exist: give a .gguf file or a Hugging Face folder")
 
 
-def _open_gguf(path: Path) -> LoadedFiles:
+def _open_gguf(path: Path, weights: bool) -> LoadedFiles:
     file = read_gguf(path)
     types = {name: tensor.type_name for name, tensor in file.tensors.items()}
     config = ModelConfig.from_gguf(file.metadata, types, rope_factors=_factors(file))
@@ -62,12 +67,12 @@ def _open_gguf(path: Path) -> LoadedFiles:
     return LoadedFiles(
         path=path,
         config=config,
-        weights=gguf_weights(file, config),
+        weights=gguf_weights(file, config) if weights else None,
         tokenizer=tokenizer,
         chat=ChatTemplate(
             _text(file.metadata.get("tokenizer.chat_template")), _gguf_tokens(file.metadata)
         ),
-        quantised=any(kind not in plain for kind in types.values()),
+        quantised=weights and any(kind not in plain for kind in types.values()),
     )
 
 
@@ -86,7 +91,7 @@ def _gguf_tokens(metadata: Any) -> dict[str, str]:
     return found
 
 
-def _open_folder(folder: Path) -> LoadedFiles:
+def _open_folder(folder: Path, weights: bool) -> LoadedFiles:
     raw = read_json(folder / "config.json")
     config = ModelConfig.from_hf(raw, _optional(folder / "generation_config.json"))
     texts = _optional(folder / "tokenizer_config.json") or {}
@@ -97,7 +102,7 @@ def _open_folder(folder: Path) -> LoadedFiles:
     return LoadedFiles(
         path=folder,
         config=config,
-        weights=safetensors_weights(folder),
+        weights=safetensors_weights(folder) if weights else None,
         tokenizer=tokenizer_from_folder(folder, texts, config.eos_token_ids),
         chat=ChatTemplate(template, special_tokens(texts)),
         quantised=False,

@@ -98,6 +98,12 @@ class ScriptedLauncher:
         self._kv = np.full((num_blocks + 1, block_size), FREE, dtype=np.int64)
         self._future_map = np.zeros(max_num_seqs + 1, dtype=np.int64)
 
+    def replay(self, plan: StepPlan) -> None:
+        """A script has no steady steps."""
+
+    def chore(self) -> None:
+        """Nor anything to prepare."""
+
     def run(self, plan: StepPlan) -> ScriptedOutput:
         """Forward and sample everything."""
         return self.finish(self.begin(plan), (), np.zeros((0, 0), dtype=np.int32))

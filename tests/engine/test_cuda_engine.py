@@ -14,32 +14,78 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PROMPTS = [[5, 9, 200], list(range(40)), [7] * 17, [1, 2]]
+KINDS: dict[str, list[dict[str, Any]]] = {
+    "greedy": [{"temperature": 0}],
+    "seeded": [{"temperature": 0.8, "seed": 3, "top_k": 20, "top_p": 0.9}],
+    "penalties": [{"temperature": 0, "presence_penalty": 1.0, "repetition_penalty": 1.2}],
+    "logprobs": [{"temperature": 0, "logprobs": 2}],
+    "everything": [
+        {"temperature": 0},
+        {"temperature": 0.8, "seed": 3, "top_k": 20, "top_p": 0.9, "logprobs": 4},
+        {"temperature": 1.1, "seed": 5, "frequency_penalty": 0.7, "min_p": 0.01},
+        {"temperature": 0, "logit_bias": {7: 2.0}},
+    ],
+}
 
 
-def answers(path: Path, device: str, params: SamplingParams) -> list[tuple[int, ...]]:
-    async def ask() -> list[tuple[int, ...]]:
-        options: dict[str, Any] = {"dtype": "float32", "max_model_len": 128}
-        async with Engine(str(path), device=device, **options) as engine:
-            alone = [(await engine.generate(p, params)).token_ids for p in PROMPTS]
-            together = await asyncio.gather(*[engine.generate(p, params) for p in PROMPTS])
-        assert [r.token_ids for r in together] == alone
+def answers(path: Path, kinds: list[dict[str, Any]], **options: Any) -> list[Any]:
+    async def ask() -> list[Any]:
+        asked = [
+            (p, SamplingParams(max_tokens=24, ignore_eos=True, **kinds[i % len(kinds)]))
+            for i, p in enumerate(PROMPTS)
+        ]
+        settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 128}
+        async with Engine(str(path), **settings | options) as engine:
+            alone = [await engine.generate(*each) for each in asked]
+            together = await asyncio.gather(*[engine.generate(*each) for each in asked])
+            again = await asyncio.gather(*[engine.generate(*each) for each in asked])
+        for one, other in zip(alone * 2, together + again, strict=True):
+            assert one.token_ids == other.token_ids
         return alone
 
     return asyncio.run(ask())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 0},
-        {"temperature": 0.8, "seed": 3, "top_k": 20, "top_p": 0.9},
-        {"temperature": 0, "presence_penalty": 1.0, "repetition_penalty": 1.2},
-        {"temperature": 0, "logprobs": 2},
-    ],
-    ids=["greedy", "seeded", "penalties", "logprobs"],
-)
-def test_the_gpu_gives_the_cpus_tokens(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gpu_gives_the_cpus_tokens(kind: str, graphs: bool, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf")
-    params = SamplingParams(max_tokens=24, ignore_eos=True, **options)
-    assert answers(path, "cuda", params) == answers(path, "cpu", params)
+    mine = answers(path, KINDS[kind], device="cuda", cuda_graphs=graphs)
+    theirs = answers(path, KINDS[kind], device="cpu")
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.token_ids == other.token_ids
+        for a, b in zip(one.logprobs or (), other.logprobs or (), strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+            assert a.rank == b.rank
+            assert [t for t, _ in a.top] == [t for t, _ in b.top]
+
+
+@pytest.mark.gpu
+def test_a_steady_step_makes_no_torch_op(tmp_path: Path) -> None:
+    """Law 11: what `replay` does is numpy and driver calls."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from aengine.execute.runner import ModelRunner
+
+    ops: list[str] = []
+    steps = {"replayed": 0, "eager": 0}
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            ops.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    replay = ModelRunner.replay
+
+    def counted(self: ModelRunner, plan: Any) -> Any:
+        with Counting():
+            output = replay(self, plan)
+        steps["eager" if output is None else "replayed"] += 1
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelRunner, "replay", counted)
+        answers(write_gguf(tmp_path / "m.gguf"), KINDS["greedy"], device="cuda")
+    assert not ops
+    assert steps["replayed"] > 5 * steps["eager"], steps

@@ -12,6 +12,7 @@ from aengine.kernels.triton_inputs import (
     slot_draws,
     unpack_decode,
 )
+from aengine.kernels.triton_logits import Peaks
 
 from .triton_device import DEVICE, needs_device
 
@@ -49,22 +50,46 @@ def test_unpack_decode(blocks):
 
 
 def test_slot_draws_are_those_of_the_host():
-    reals = torch.rand(200, 6, dtype=torch.float64)
+    reals = torch.rand(200, 6, dtype=torch.float64) + 0.01
     ints = torch.randint(-(2**62), 2**62, (200, 2))
     slots, positions = torch.randperm(200)[:150], torch.randint(0, 100_000, (150,))
+    reals[slots[::3], 0] = 0.0  # greedy
     got = slot_draws(*(tensor.to(DEVICE) for tensor in (slots, positions, reals, ints)))
     want = counter_uniform(ints[slots, 0].numpy(), (positions + 1).numpy())
     assert torch.equal(got.uniform.cpu(), torch.from_numpy(want))
-    assert torch.equal(got.temperature.cpu(), reals[slots, 0])
-    assert torch.equal(got.top_p.cpu(), reals[slots, 1])
-    assert torch.equal(got.min_p.cpu(), reals[slots, 2])
-    assert torch.equal(got.top_k.cpu(), ints[slots, 1])
+    random = reals[slots, 0] > 0
+    for mine, theirs, neutral in (
+        (got.temperature, reals[slots, 0], 1),
+        (got.top_p, reals[slots, 1], 1),
+        (got.min_p, reals[slots, 2], 0),
+        (got.top_k, ints[slots, 1], 0),
+    ):
+        assert torch.equal(mine.cpu(), torch.where(random, theirs, neutral))
 
 
-def test_publish():
+@pytest.mark.parametrize("random", [False, True])
+def test_publish(random):
     future = torch.zeros(300, dtype=torch.int64, device=DEVICE)
     slots = torch.randperm(299)[:200] + 1
-    tokens = torch.randint(1, 9999, (200,))
-    publish(future, slots.to(DEVICE), tokens.to(DEVICE))
-    assert torch.equal(future.cpu()[slots], tokens)
+    best, drawn = torch.randint(1, 9999, (2, 200))
+    values = torch.randn(200)
+    values[5], values[6], values[7] = float("inf"), float("-inf"), float("nan")
+    reals = torch.rand(300, 6, dtype=torch.float64) + 0.1
+    reals[slots[:90], 0] = 0.0
+    tokens = torch.full((200,), -7, device=DEVICE)
+    result = torch.full((200,), -7, dtype=torch.int32, device=DEVICE)
+    publish(
+        future,
+        slots.to(DEVICE),
+        Peaks(values.to(DEVICE), best.to(DEVICE)),
+        drawn.to(DEVICE) if random else None,
+        reals.to(DEVICE),
+        tokens,
+        result,
+    )
+    want = torch.where(reals[slots, 0] > 0, drawn, best) if random else best
+    assert torch.equal(future.cpu()[slots], want)
+    assert torch.equal(tokens.cpu(), want)
+    want[5:8] = -1
+    assert torch.equal(result.cpu().long(), want)
     assert int((future != 0).sum()) == 200

@@ -1,0 +1,55 @@
+"""`Chores`: the launch side's background work (capturing graphs), in a thread beside the steps."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aengine.execute.launcher import Launcher
+
+logger = logging.getLogger("aengine")
+
+
+class Chores:
+    """Does one piece at a time; nothing waits for it but the end of the engine.
+
+    Args:
+        launcher: whose work it is.
+    """
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: asyncio.Future[None] | None = None
+
+    def look(self) -> None:
+        """Begin with what has come up, if nothing is being done."""
+        if self._running is not None and not self._running.done():
+            return
+        chore = self._launcher.chore()
+        if chore is None:
+            return
+        if self._pool is None:
+            # One thread for all of it: what a thread sets up for the device is kept by thread.
+            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="aengine-chores")
+        self._running = asyncio.get_running_loop().run_in_executor(self._pool, _do, chore)
+
+    async def aclose(self) -> None:
+        """Wait for the piece that is being done, and end the thread."""
+        if self._running is not None:
+            await asyncio.wait([self._running])
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+def _do(chore: Callable[[], None]) -> None:
+    try:
+        chore()
+    except Exception as error:
+        # The steps do without it, only slower.
+        logger.warning("background work failed: %s", error)

@@ -1,0 +1,124 @@
+"""Captures decode steps on a CUDA lane and prepares their launch lists. Needs Triton."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from aengine.device.graphs import GraphPool
+from aengine.errors import DeviceError
+from aengine.execute.decode_graphs import HEADER, TOP_COUNTS, DecodeGraphs
+from aengine.execute.decode_program import DecodeProgram
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aengine.config import SchedulerConfig
+    from aengine.device.cuda import CudaDevice
+    from aengine.device.cuda_launch import PreparedLaunch
+    from aengine.device.cuda_stream import CudaStream
+    from aengine.execute.decode_graphs import StepShape
+    from aengine.execute.loader import LoadedModel
+
+logger = logging.getLogger("aengine")
+
+_LONGEST_HINT = 16_384
+"""Attention launches for longer contexts split finer; what they win does not pay for short ones."""
+
+
+class PinnedStaging:
+    """Pinned memory for the packed input and the packed result of one step."""
+
+    def __init__(self, packed_words: int, result_words: int) -> None:
+        # Kept as tensors: they own the pinned memory that the arrays look at.
+        self._tensors = [
+            torch.zeros(words, dtype=torch.int32, pin_memory=True)
+            for words in (packed_words, result_words)
+        ]
+        self.packed, self.result = (tensor.numpy() for tensor in self._tensors)
+        self.packed_address, self.result_address = (t.data_ptr() for t in self._tensors)
+
+
+class CudaCapture:
+    """Captures the steps of one lane.
+
+    Args:
+        program: the lane's.
+        pool: the lane's.
+        stream: where the graphs will run.
+    """
+
+    def __init__(self, program: DecodeProgram, pool: GraphPool, stream: CudaStream) -> None:
+        self._program = program
+        self._pool = pool
+        self._stream = stream
+
+    def __call__(self, shape: StepShape) -> PreparedLaunch:
+        """See `decode_graphs.Capture`."""
+        program, handle = self._program, self._stream.handle
+        graph = self._pool.capture(lambda: program(shape))
+        bytes_in = 4 * shape.rows * (HEADER + shape.blocks)
+        bytes_out = 4 * shape.result_words
+        calls = [
+            ("cuMemcpyHtoDAsync_v2", (program.packed.data_ptr(), 0, bytes_in, handle)),
+            ("cuGraphLaunch", (graph.handle, handle)),
+            ("cuMemcpyDtoHAsync_v2", (0, program.result.data_ptr(), bytes_out, handle)),
+        ]
+        return self._stream.prepare(
+            calls, slots=((0, 1), (2, 0)), key=("decode", shape), holds=graph
+        )
+
+
+def capture_common(
+    config: SchedulerConfig,
+    model: LoadedModel,
+    device: CudaDevice,
+    stream: CudaStream,
+    on_progress: Callable[[str, int, int], None],
+    *,
+    capture_stream: int | None = None,
+) -> DecodeGraphs | None:
+    """The graphs of a lane, with the common steps captured; None (and a warning): it has none.
+
+    To be called with the lane's stream current; each step runs once there, on padding.
+
+    Args:
+        config: block size and slots.
+        model: its forward must have the workspaces of this lane.
+        device, stream: the lane.
+        on_progress: told ("graphs", done, all).
+        capture_stream: as in `GraphPool`.
+    """
+    max_blocks = -(-model.max_model_len // config.block_size)
+    program = DecodeProgram(
+        model.forward,
+        model.sampler,
+        block_size=config.block_size,
+        max_rows=config.max_num_seqs,
+        max_blocks=max_blocks,
+        max_top=max(TOP_COUNTS),
+        context_hint=min(model.max_model_len, _LONGEST_HINT),
+    )
+    words = program.packed.numel(), program.result.numel()
+    try:
+        graphs = DecodeGraphs(
+            CudaCapture(program, GraphPool(device, capture_stream), stream),
+            model.sampler,
+            lambda: PinnedStaging(*words),
+            in_flight=config.max_steps_in_flight,
+            max_rows=config.max_num_seqs,
+            max_blocks=max_blocks,
+        )
+        shapes = graphs.common_shapes()
+        for done, shape in enumerate(shapes):
+            on_progress("graphs", done, len(shapes))
+            with torch.inference_mode():
+                program(shape)  # compiles and sets up what a capture could not
+            graphs.capture([shape])
+    except DeviceError as error:
+        logger.warning("decode steps are launched kernel by kernel: %s", error)
+        return None
+    on_progress("graphs", len(shapes), len(shapes))
+    return graphs

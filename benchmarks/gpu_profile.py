@@ -1,0 +1,93 @@
+"""Where a decode step's time goes on a GPU: the captured step of some sizes, kernel by kernel.
+
+    python benchmarks/gpu_profile.py [ROWS:CONTEXT ...]
+
+Same model as benchmarks/gpu.py. Prints the time of a replay (events around 30 of them) and what the
+profiler says of the kernels in it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from aengine.config import EngineConfig
+from aengine.device.cuda import CudaDevice
+from aengine.device.graphs import GraphPool
+from aengine.execute.decode_graphs import HEADER, StepShape
+from aengine.execute.decode_program import DecodeProgram
+from aengine.execute.loader import load_model
+from aengine.execute.sampler_state import SamplerFeature
+from aengine.model.files import open_model
+from benchmarks.gpu import model_folder
+
+
+def main() -> None:
+    sizes = [tuple(map(int, a.split(":"))) for a in sys.argv[1:]] or [
+        (1, 256),
+        (32, 1152),
+        (256, 1152),
+    ]
+    with tempfile.TemporaryDirectory() as name:
+        folder = model_folder(Path(name), 32)
+        options = {"max_num_seqs": 256, "max_num_batched_tokens": 4096, "block_size": 64}
+        config = EngineConfig.from_options(
+            str(folder),
+            {"load_format": "dummy", "max_model_len": 8192, "kv_cache_fraction": 0.8, **options},
+        )
+        files = open_model(folder, weights=False)
+    device = CudaDevice()
+    stream = device.stream("forward")
+    with device.guard(stream.handle), torch.inference_mode():
+        began = time.perf_counter()
+        model = load_model(config, files, torch.device("cuda"))
+        torch.cuda.synchronize()
+        print(f"load {time.perf_counter() - began:.2f} s")
+        program = DecodeProgram(
+            model.forward, model.sampler, block_size=64, max_rows=256, max_blocks=128,
+            max_top=20, context_hint=8192,
+        )  # fmt: skip
+        pool = GraphPool(device)
+        for rows, context in sizes:
+            shape = StepShape(rows, 128, SamplerFeature(0))
+            packed = program.packed[: rows * (HEADER + 128)].view(rows, -1)
+            packed[:, 0] = torch.arange(1, rows + 1)
+            packed[:, 1] = context - 1
+            per_row = -(-context // 64)
+            packed[:, HEADER : HEADER + per_row] = torch.arange(
+                1, rows * per_row + 1, device="cuda"
+            ).view(rows, -1)
+            program(shape)
+            graph = pool.capture(lambda shape=shape: program(shape))
+            launch = stream.prepare([("cuGraphLaunch", (graph.handle, stream.handle))])
+            for _ in range(5):
+                launch.launch(graph)
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(30):
+                launch.launch(graph)
+            stop.record()
+            stop.synchronize()
+            print(f"== {rows} rows of {context}: {start.elapsed_time(stop) / 30:.3f} ms a step")
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CUDA]
+            ) as profile:
+                for _ in range(4):
+                    launch.launch(graph)
+                torch.cuda.synchronize()
+            table = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
+            for event in table[:16]:
+                if event.self_device_time_total:
+                    print(
+                        f"{event.self_device_time_total / 4e3:8.3f} ms {event.count // 4:5d} x "
+                        f"{event.self_device_time_total / event.count:7.2f} us  {event.key[:90]}"
+                    )
+    device.close()
+
+
+if __name__ == "__main__":
+    main()

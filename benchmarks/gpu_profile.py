@@ -1,9 +1,9 @@
 """Where a decode step's time goes on a GPU: the captured step of some sizes, kernel by kernel.
 
-    python benchmarks/gpu_profile.py [ROWS:CONTEXT ...]
+    python benchmarks/gpu_profile.py [ROWS:CONTEXT | prefill:TOKENS ...]
 
 Same model as benchmarks/gpu.py. Prints the time of a replay (events around 30 of them) and what the
-profiler says of the kernels in it.
+profiler says of the kernels in it; for `prefill` that of an eager step with one new prompt.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,16 +23,62 @@ from aengine.execute.decode_graphs import HEADER, StepShape
 from aengine.execute.decode_program import DecodeProgram
 from aengine.execute.loader import load_model
 from aengine.execute.sampler_state import SamplerFeature
+from aengine.model.batch import ForwardBatch
 from aengine.model.files import open_model
 from benchmarks.gpu import model_folder
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def show(run: Callable[[], object], times: int = 4) -> None:
+    """What the profiler says of `run`, an average of some."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(times):
+            run()
+        torch.cuda.synchronize()
+    table = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
+    for event in table[:16]:
+        if event.self_device_time_total:
+            print(
+                f"{event.self_device_time_total / 1e3 / times:8.3f} ms {event.count // times:5d} x "
+                f"{event.self_device_time_total / event.count:7.2f} us  {event.key[:90]}"
+            )
+
+
+def timed(run: Callable[[], object], times: int) -> float:
+    """Milliseconds of device time that one of `times` runs takes."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        run()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / times
+
+
+def prefill_batch(tokens: int) -> ForwardBatch:
+    """One new prompt."""
+    index = torch.arange(tokens, device="cuda")
+    blocks = -(-tokens // 64)
+    return ForwardBatch(
+        token_ids=index % 1000,
+        positions=index,
+        slot_mapping=index + 64,
+        query_start=torch.tensor([0, tokens], dtype=torch.int32, device="cuda"),
+        context_lens=torch.tensor([tokens], dtype=torch.int32, device="cuda"),
+        block_tables=torch.arange(1, blocks + 1, dtype=torch.int32, device="cuda").view(1, -1),
+        logit_index=torch.tensor([tokens - 1], device="cuda"),
+        num_decode=0,
+        max_query_len=tokens,
+        max_context_len=tokens,
+    )
+
 
 def main() -> None:
-    sizes = [tuple(map(int, a.split(":"))) for a in sys.argv[1:]] or [
-        (1, 256),
-        (32, 1152),
-        (256, 1152),
-    ]
+    wanted = sys.argv[1:] or ["1:256", "32:1152", "256:1152", "prefill:4096"]
+    prefills = [int(a.removeprefix("prefill:")) for a in wanted if a.startswith("prefill:")]
+    sizes = [tuple(map(int, a.split(":"))) for a in wanted if a[0] != "p"]
     with tempfile.TemporaryDirectory() as name:
         folder = model_folder(Path(name), 32)
         options = {"max_num_seqs": 256, "max_num_batched_tokens": 4096, "block_size": 64}
@@ -51,6 +98,13 @@ def main() -> None:
             model.forward, model.sampler, block_size=64, max_rows=256, max_blocks=128,
             max_top=20, context_hint=8192,
         )  # fmt: skip
+        for tokens in prefills:
+            batch = prefill_batch(tokens)
+            for _ in range(2):
+                model.forward(batch)
+            step = timed(lambda batch=batch: model.forward(batch), 5)
+            print(f"== prefill of {tokens}: {step:.2f} ms, {tokens / step * 1e3:.0f} tokens/s")
+            show(lambda batch=batch: model.forward(batch), 2)
         pool = GraphPool(device)
         for rows, context in sizes:
             shape = StepShape(rows, 128, SamplerFeature(0))
@@ -66,26 +120,9 @@ def main() -> None:
             launch = stream.prepare([("cuGraphLaunch", (graph.handle, stream.handle))])
             for _ in range(5):
                 launch.launch(graph)
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(30):
-                launch.launch(graph)
-            stop.record()
-            stop.synchronize()
-            print(f"== {rows} rows of {context}: {start.elapsed_time(stop) / 30:.3f} ms a step")
-            with torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CUDA]
-            ) as profile:
-                for _ in range(4):
-                    launch.launch(graph)
-                torch.cuda.synchronize()
-            table = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
-            for event in table[:16]:
-                if event.self_device_time_total:
-                    print(
-                        f"{event.self_device_time_total / 4e3:8.3f} ms {event.count // 4:5d} x "
-                        f"{event.self_device_time_total / event.count:7.2f} us  {event.key[:90]}"
-                    )
+            step = timed(lambda launch=launch, graph=graph: launch.launch(graph), 30)
+            print(f"== {rows} rows of {context}: {step:.3f} ms a step")
+            show(lambda launch=launch, graph=graph: launch.launch(graph))
     device.close()
 
 

@@ -17,6 +17,7 @@ COUNTED = (
     "waits_abandoned",
     "loop_wakeups",
     "waiters_woken",
+    "device_busy_ns",
 )
 
 

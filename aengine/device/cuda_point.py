@@ -126,6 +126,7 @@ class CudaCompletion(HostCompletion):
             duration = first.elapsed_ns(self.event)
             if duration is not None:
                 stream.pace.learn(self.key, duration)
+                self._reactor.counters.add("device_busy_ns", duration)
         trace = stream.device.reactor.trace
         if trace is not None:
             args = {} if self.step_id is None else {"step": self.step_id}

@@ -230,9 +230,12 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                 await asyncio.gather(*[follow(engine, p, 8) for p in prompts(20, length, 1)])
             found["warm_s"] = round(time.perf_counter() - began, 2)
             for name in args.rows or rows:
-                busy_ns, since = engine.stats().device["device_busy_ns"], time.perf_counter()
+                busy_ns, since = (
+                    (await engine.stats()).device["device_busy_ns"],
+                    time.perf_counter(),
+                )
                 found[name] = await rows[name](engine)
-                busy_ns = engine.stats().device["device_busy_ns"] - busy_ns
+                busy_ns = (await engine.stats()).device["device_busy_ns"] - busy_ns
                 found[name]["device_busy"] = round(busy_ns / 1e9 / (time.perf_counter() - since), 3)
                 print(name, json.dumps(found[name]), flush=True)
     return found

@@ -96,7 +96,7 @@ def main() -> None:
         print(f"load {time.perf_counter() - began:.2f} s")
         program = DecodeProgram(
             model.forward, model.sampler, block_size=64, max_rows=256, max_blocks=128,
-            max_top=20, context_hint=8192,
+            max_top=20, max_context_len=8192,
         )  # fmt: skip
         for tokens in prefills:
             batch = prefill_batch(tokens)

@@ -168,13 +168,16 @@ def load_on_gpu(
     """
     import torch
 
+    from aengine.execute.cuda_decode import capture_common, warm_up_prefill
     from aengine.execute.loader import load_model
 
     with device.current(), device.guard(stream.handle):
-        model = load_model(config, files, torch.device("cuda", device.index))
+        torch_device = torch.device("cuda", device.index)
+        model = load_model(config, files, torch_device)
+        on_progress("warm up", 0, 1)
+        warm_up_prefill(model, config.scheduler.max_num_batched_tokens, torch_device)
+        on_progress("warm up", 1, 1)
         if config.cuda_graphs:
-            from aengine.execute.cuda_decode import capture_common
-
             graphs = capture_common(config.scheduler, model, device, stream, on_progress)
             if graphs is not None:
                 model.runner.use_graphs(graphs)

@@ -11,6 +11,7 @@ from aengine.device.graphs import GraphPool
 from aengine.errors import DeviceError
 from aengine.execute.decode_graphs import HEADER, TOP_COUNTS, DecodeGraphs
 from aengine.execute.decode_program import DecodeProgram
+from aengine.model.batch import ForwardBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from aengine.execute.loader import LoadedModel
 
 logger = logging.getLogger("aengine")
-
-_LONGEST_HINT = 16_384
-"""Attention launches for longer contexts split finer; what they win does not pay for short ones."""
 
 
 class PinnedStaging:
@@ -71,6 +69,33 @@ class CudaCapture:
         )
 
 
+@torch.inference_mode()
+def warm_up_prefill(model: LoadedModel, num_tokens: int, device: torch.device) -> None:
+    """Run the largest prefill once, on padding: its kernels are compiled before the first request.
+
+    Args:
+        model: to run.
+        num_tokens: of the largest step.
+        device: the model's.
+    """
+    tokens = min(num_tokens, model.max_model_len)
+    zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
+    model.forward(
+        ForwardBatch(
+            token_ids=zeros,
+            positions=zeros,
+            slot_mapping=zeros,
+            query_start=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+            context_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
+            block_tables=torch.zeros(1, tokens, dtype=torch.int32, device=device),
+            logit_index=zeros[:1],
+            num_decode=0,
+            max_query_len=tokens,
+            max_context_len=tokens,
+        )
+    )
+
+
 def capture_common(
     config: SchedulerConfig,
     model: LoadedModel,
@@ -99,7 +124,7 @@ def capture_common(
         max_rows=config.max_num_seqs,
         max_blocks=max_blocks,
         max_top=max(TOP_COUNTS),
-        context_hint=min(model.max_model_len, _LONGEST_HINT),
+        max_context_len=model.max_model_len,
     )
     words = program.packed.numel(), program.result.numel()
     try:

@@ -34,7 +34,7 @@ class DecodeProgram:
         sampler: whose slots are sampled.
         block_size: tokens of a KV block.
         max_rows, max_blocks, max_top: of the largest shape.
-        context_hint: the context length that launches are made for; longer ones are right too.
+        max_context_len: the longest context.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class DecodeProgram:
         max_rows: int,
         max_blocks: int,
         max_top: int,
-        context_hint: int,
+        max_context_len: int,
     ) -> None:
         device = sampler.device
         self._forward = forward
         self._sampler = sampler
         self._block_size = block_size
-        self._context_hint = context_hint
+        self._max_context_len = max_context_len
         self._inputs = DecodeInputs.allocate(rows=max_rows, blocks=max_blocks, device=device)
         self._index = torch.arange(max_rows + 1, device=device)
         self._query_start = self._index.to(torch.int32)
@@ -83,7 +83,7 @@ class DecodeProgram:
                 logit_index=None,
                 num_decode=rows,
                 max_query_len=1,
-                max_context_len=self._context_hint,
+                max_context_len=self._max_context_len,
             )
         )
         raw = logits

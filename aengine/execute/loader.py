@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("aengine")
 
+_LONGEST_HINT = 16_384
+"""Decode attention cut for longer contexts is finer; what that wins does not pay for short ones."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedModel:
@@ -83,7 +86,7 @@ def load_model(config: EngineConfig, files: LoadedFiles, device: torch.device) -
     else:
         model = _torch_model(config, files, network, dtype, device, wanted or longest)
         weight_bytes, compute = model.weight_bytes, f"torch, {dtype}, {device.type}"
-        bind = partial(_bind_torch, model, config.scheduler.max_num_seqs, device)
+        bind = partial(_bind_torch, model, config.scheduler.max_num_seqs, wanted or longest, device)
     free = _free(device)
     max_model_len = wanted or fit_context(spec, config.kv_cache, free_bytes=free, longest=longest)
     num_blocks = size_cache(
@@ -203,13 +206,22 @@ def _sampling_kernels(device: torch.device) -> SamplingKernels | None:
 
 
 def _bind_torch(
-    model: CausalLM, max_rows: int, device: torch.device, kv_cache: list[KVLayer]
+    model: CausalLM,
+    max_rows: int,
+    max_model_len: int,
+    device: torch.device,
+    kv_cache: list[KVLayer],
 ) -> Forward:
     backend: AttentionBackend = TorchBackend()
     if device.type == "cuda":
         from aengine.model.triton_backend import TritonBackend
 
-        backend = TritonBackend(model, max_rows=max_rows, device=device)
+        backend = TritonBackend(
+            model,
+            max_rows=max_rows,
+            context_hint=min(max_model_len, _LONGEST_HINT),
+            device=device,
+        )
     return TorchForward(model, kv_cache, backend)
 
 

@@ -86,7 +86,11 @@ class DecodeWorkspace:
         )
 
 
-@triton.jit
+# One compilation for any batch: neither a table's width nor where a slice begins may decide.
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["table_ptr", "context_ptr"],
+)
 def _decode_kernel(
     q_ptr,
     k_ptr,

@@ -82,7 +82,7 @@ class SlotDraws:
     min_p: torch.Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["packed_stride", "blocks"])
 def _unpack_kernel(
     packed_ptr,
     future_ptr,
@@ -125,7 +125,7 @@ def _mix64(x):
     return x ^ (x >> 31)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _draws_kernel(
     slots_ptr,
     position_ptr,
@@ -164,7 +164,7 @@ def _draws_kernel(
     tl.store(min_p_ptr + row, min_p, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _publish_kernel(
     future_ptr,
     slots_ptr,

@@ -124,7 +124,7 @@ def _penalise_kernel(
     tl.store(here, logits.to(logits_ptr.dtype.element_ty), mask=touched)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _count_kernel(
     seen_ptr, slots_ptr, token_ptr, rows, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -24,7 +24,7 @@ _ELEMENTS = 4096
 """What one program holds at least, so that short rows (the norm of a head) share a program."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
     x_ptr,
     weight_ptr,

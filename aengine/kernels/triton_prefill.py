@@ -109,7 +109,11 @@ def _attend(
     return maximum, total, result
 
 
-@triton.jit
+# One compilation for any batch: neither counts nor where a slice begins may decide.
+@triton.jit(
+    do_not_specialize=["rows", "table_stride"],
+    do_not_specialize_on_alignment=["table_ptr", "query_start_ptr", "context_ptr"],
+)
 def _prefill_kernel(
     q_ptr,
     k_ptr,

@@ -37,10 +37,15 @@ class TritonBackend:
     Args:
         model: whose heads the workspace is made for.
         max_rows: most decode rows of a batch.
+        context_hint: the context length that decode launches are cut for. One for all steps,
+            however long their contexts are: each way to cut is a compilation of its own.
         device: where the workspace goes.
     """
 
-    def __init__(self, model: CausalLM, *, max_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, model: CausalLM, *, max_rows: int, context_hint: int, device: torch.device
+    ) -> None:
+        self._context_hint = context_hint
         self._workspace = DecodeWorkspace.allocate(
             max_rows=max_rows,
             num_heads=model.num_heads,
@@ -102,6 +107,6 @@ class TritonBackend:
             soft_cap=soft_cap,
             num_decode=batch.num_decode,
             max_query_len=batch.max_query_len,
-            max_context_len=batch.max_context_len,
+            max_context_len=self._context_hint,
             workspace=self._workspace,
         )

@@ -69,7 +69,7 @@ def compare(family: str) -> None:
 
     plain, fast = model("cpu"), model(DEVICE, ops=triton_ops())
     plain_cache, fast_cache = make_cache(2, 2, 16), make_cache(2, 2, 16, device=DEVICE)
-    backend = TritonBackend(fast, max_rows=4, device=torch.device(DEVICE))
+    backend = TritonBackend(fast, max_rows=4, context_hint=64, device=torch.device(DEVICE))
     tables = [[1, 2, 3, 12], [4, 5, 6, 7], [8, 9, 10, 11]]
     steps = [
         ([(0, 12), (0, 6)], 0, tables[:2]),

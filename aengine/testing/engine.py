@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aengine.config import EngineConfig
 from aengine.device.cpu import CpuDevice
@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aengine.device.protocols import Device
+    from aengine.testing.replies import Replies
     from aengine.testing.scripted import Faults, Script
 
 
+E = TypeVar("E", bound=Engine)
+
+
 def scripted_engine(
-    script: Script | None = None,
+    script: Script | Replies | None = None,
     *,
     num_blocks: int = 256,
     max_model_len: int = 512,
@@ -31,14 +35,37 @@ def scripted_engine(
     device: Callable[[], Device] = CpuDevice,
     **options: Any,
 ) -> Engine:
+    """A plain `Engine` around a script; arguments as of `scripted`."""
+    return scripted(
+        Engine,
+        script,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        faults=faults,
+        device=device,
+        **options,
+    )
+
+
+def scripted(
+    kind: type[E],
+    script: Script | Replies | None = None,
+    *,
+    num_blocks: int = 256,
+    max_model_len: int = 512,
+    faults: Faults | None = None,
+    device: Callable[[], Device] = CpuDevice,
+    **options: Any,
+) -> E:
     """An engine whose model is a function and whose tokens are bytes.
 
     Scheduling, KV blocks, streaming, cancellation and shutdown are those of a real engine; only the
     tensors are missing. The engine is not started: use `async with`.
 
     Args:
+        kind: `Engine`, or a class of it.
         script: `script(tokens so far) -> next token`, 0 to 255 for a byte, 256 to end; None: bytes
-            that depend on every token before, and never an end.
+            that depend on every token before, and never an end. Or `Replies`: whole answers.
         num_blocks: KV blocks (of `block_size` tokens, an option).
         max_model_len: longest prompt plus output, in tokens.
         faults: what goes wrong, and when.
@@ -73,4 +100,4 @@ def scripted_engine(
             grammars=Grammars(tokenizer, tokenizer.eos_token_ids, vocab_size=tokenizer.vocab_size),
         )
 
-    return Engine.from_parts(config, load)
+    return kind.from_parts(config, load)

@@ -8,6 +8,7 @@ real model, but visibly and at once.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aengine.batch import StepResult
+from aengine.errors import DeviceLostError
+from aengine.testing.replies import Replies
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -39,13 +42,45 @@ def arithmetic_script(vocab_size: int, *, salt: int = 0) -> Script:
     return script
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Faults:
-    """What goes wrong, and when. Steps count from 0 in the order in which they are launched."""
+    """What goes wrong, and when. Steps count from 0 in the order in which they are launched.
 
+    Args:
+        delay: seconds that every step takes.
+        raise_at: step -> the exception that it raises; its requests fail, the engine goes on.
+        row_errors: seq_id -> the exception that its next sample raises, alone.
+        lose_at: the step at which the device is lost, for good: the engine dies.
+        drop_at: the step whose completion never comes: nothing is heard of the engine after it,
+            until it is closed (or `release` is called).
+    """
+
+    delay: float = 0.0
     raise_at: Mapping[int, Exception] = field(default_factory=dict)
     row_errors: Mapping[int, Exception] = field(default_factory=dict)
-    """seq_id -> the exception that its next sample raises, alone."""
+    lose_at: int | None = None
+    drop_at: int | None = None
+    _released: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
+
+    def release(self) -> None:
+        """Let a dropped completion come after all."""
+        self._released.set()
+
+    def meet(self, step: int) -> None:
+        """What happens at this step. Blocks the device's thread, never a loop's.
+
+        Raises:
+            Exception: as `raise_at` says.
+            DeviceLostError: as `lose_at` says.
+        """
+        if self.delay:
+            self._released.wait(self.delay)
+        if step in self.raise_at:
+            raise self.raise_at[step]
+        if step == self.lose_at:
+            raise DeviceLostError(f"the device was lost at step {step}")
+        if step == self.drop_at:
+            self._released.wait()
 
 
 @dataclass(slots=True)
@@ -71,7 +106,7 @@ class ScriptedLauncher:
     """Launches steps on a script.
 
     Args:
-        script: the model.
+        script: the model, or what it answers.
         vocab_size: its tokens are 0 .. vocab_size - 1.
         num_blocks: usable KV blocks; block 0 is padding.
         block_size: tokens per block.
@@ -81,7 +116,7 @@ class ScriptedLauncher:
 
     def __init__(
         self,
-        script: Script,
+        script: Script | Replies,
         *,
         vocab_size: int,
         num_blocks: int,
@@ -112,8 +147,10 @@ class ScriptedLauncher:
         """Write the step's tokens into their blocks, sample the rows that wait for nothing."""
         number, self.launches = self.launches, self.launches + 1
         self.plans.append(plan)
-        if number in self.faults.raise_at:
-            raise self.faults.raise_at[number]
+        if isinstance(self._script, Replies):
+            for init in plan.slot_inits:
+                self._script.admit(init.request)
+        self.faults.meet(number)
         self._write(plan)
         begun = Begun(plan, {}, {})
         waiting = set(plan.constrained)
@@ -157,11 +194,20 @@ class ScriptedLauncher:
         length = int(plan.starts[row] + plan.lengths[row])
         blocks = plan.block_tables[row, : -(-length // self._block_size)]
         tokens = self._kv[blocks].reshape(-1)[:length].tolist()
-        token = self._script(tokens)
+        try:
+            token = self._next(seq_id, tokens)
+        except Exception as error:  # the test's own script
+            begun.errors[row] = error
+            return
         if mask is not None:
             token = _nearest_allowed(token, mask, self.vocab_size)
         begun.tokens[row] = token
         self._future_map[plan.slots[row]] = token
+
+    def _next(self, seq_id: int, tokens: Sequence[int]) -> int:
+        if isinstance(self._script, Replies):
+            return self._script.token(seq_id, len(tokens))
+        return self._script(tokens)
 
 
 def _nearest_allowed(token: int, mask: npt.NDArray[np.int32], vocab_size: int) -> int:

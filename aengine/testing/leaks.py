@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from aengine.testing.fake import WatchedEngine
 
 GRACE = 0.25
-"""Seconds that an end on its way is waited for."""
+"""Seconds that an end on its way is waited for, in so many looks."""
+LOOKS = 50
 PACKAGE = str(Path(__file__).resolve().parents[1])
 EXECUTORS = ("asyncio_", "uvloop_", "AnyIO worker thread", "ThreadPoolExecutor-")
 """Their threads end with their loop or pool, not with a test."""
@@ -77,15 +78,16 @@ class LeakCheck:
         Raises:
             LeakFound: something stayed open.
         """
-        until = time.monotonic() + GRACE
         await asyncio.sleep(0)
         # Held from here on: a loop knows its tasks only weakly.
         tasks = [] if "tasks" in self._ignore else _new_tasks(before)
         if self._found(tasks):
             gc.collect()  # a stream dropped in a cycle
-        while (found := self._found(tasks)) and time.monotonic() < until:
-            await asyncio.sleep(GRACE / 50)
-        if found:
+        for _ in range(LOOKS):
+            if not self._found(tasks):
+                return
+            await asyncio.sleep(GRACE / LOOKS)
+        if found := self._found(tasks):
             for task in tasks:
                 task.cancel()
             if tasks:
@@ -100,12 +102,13 @@ class LeakCheck:
         Raises:
             LeakFound: something stayed open.
         """
-        until = time.monotonic() + GRACE
         if self._found():
             gc.collect()
-        while (found := self._found()) and time.monotonic() < until:
-            time.sleep(GRACE / 50)
-        if found:
+        for _ in range(LOOKS):
+            if not self._found():
+                return
+            time.sleep(GRACE / LOOKS)
+        if found := self._found():
             for engine in self._end():
                 engine.terminate()
             raise LeakFound(_message(found))

@@ -19,10 +19,11 @@ import torch
 from aengine.config import EngineConfig
 from aengine.device.cuda import CudaDevice
 from aengine.device.graphs import GraphPool
-from aengine.execute.decode_graphs import HEADER, StepShape
-from aengine.execute.decode_program import DecodeProgram
+from aengine.execute.graph_shapes import StepShape, largest_shape
 from aengine.execute.loader import load_model
+from aengine.execute.packing import HEADER
 from aengine.execute.sampler_state import SamplerFeature
+from aengine.execute.step_program import StepProgram
 from aengine.model.batch import ForwardBatch
 from aengine.model.files import open_model
 from benchmarks.gpu import model_folder
@@ -94,10 +95,13 @@ def main() -> None:
         model = load_model(config, files, torch.device("cuda"))
         torch.cuda.synchronize()
         print(f"load {time.perf_counter() - began:.2f} s")
-        program = DecodeProgram(
-            model.forward, model.sampler, block_size=64, max_rows=256, max_blocks=128,
-            max_top=20, max_context_len=8192,
-        )  # fmt: skip
+        program = StepProgram(
+            model.forward,
+            model.sampler,
+            block_size=64,
+            largest=largest_shape(max_rows=256, max_tokens=4096, max_blocks=128),
+            max_context_len=8192,
+        )
         for tokens in prefills:
             batch = prefill_batch(tokens)
             for _ in range(2):
@@ -107,7 +111,7 @@ def main() -> None:
             show(lambda batch=batch: model.forward(batch), 2)
         pool = GraphPool(device)
         for rows, context in sizes:
-            shape = StepShape(rows, 128, SamplerFeature(0))
+            shape = StepShape(rows, 0, 0, 128, SamplerFeature(0))
             packed = program.packed[: rows * (HEADER + 128)].view(rows, -1)
             packed[:, 0] = torch.arange(1, rows + 1)
             packed[:, 1] = context - 1

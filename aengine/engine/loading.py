@@ -168,7 +168,7 @@ def load_on_gpu(
     """
     import torch
 
-    from aengine.execute.cuda_decode import capture_common, warm_up_prefill
+    from aengine.execute.cuda_capture import capture_common, warm_up_prefill
     from aengine.execute.loader import load_model
 
     with device.current(), device.guard(stream.handle):

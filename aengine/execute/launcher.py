@@ -32,7 +32,7 @@ class Launcher(Protocol):
     vocab_size: int
 
     def replay(self, plan: StepPlan) -> DeviceFuture[StepOutput] | None:
-        """Launch a steady step as prepared driver calls, on the stream they were prepared for.
+        """Launch a step as prepared driver calls, on the stream that they were prepared for.
 
         Not itself launched on a stream. None: this step needs `run`.
 

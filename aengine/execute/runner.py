@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from aengine.batch import StepPlan, TokenLogprobs
     from aengine.device.future import DeviceFuture
-    from aengine.execute.decode_graphs import DecodeGraphs
     from aengine.execute.inputs import InputBuilder
     from aengine.execute.launcher import StepOutput
     from aengine.execute.logprobs import LogprobTensors
     from aengine.execute.sampler import Sampled, SampledCopy, Sampler
+    from aengine.execute.step_graphs import StepGraphs
     from aengine.model.batch import ForwardBatch
     from aengine.request import Request
 
@@ -107,10 +107,10 @@ class ModelRunner:
         self._sampler = sampler
         self._builder = builder
         self._requests: dict[int, Request] = {}
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
 
-    def use_graphs(self, graphs: DecodeGraphs) -> None:
-        """Launch steady decode steps as these graphs from now on."""
+    def use_graphs(self, graphs: StepGraphs) -> None:
+        """Launch the steps that these graphs can do as graphs from now on."""
         self._graphs = graphs
 
     def replay(self, plan: StepPlan) -> DeviceFuture[StepOutput] | None:

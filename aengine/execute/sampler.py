@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from aengine.batch import SlotInit, TokenLogprobs
     from aengine.execute.logprobs import LogprobTensors
     from aengine.kernels.sampling import SamplingKernels
+    from aengine.request import Request
 
     Ints = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
@@ -147,6 +148,23 @@ class Sampler:
         Never raises for bad token ids in the request: its first sample reports the error.
         """
         self.table.admit(init)
+
+    def admit_packed(
+        self, inits: Sequence[SlotInit]
+    ) -> tuple[list[int], npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """Give slots away without touching the device.
+
+        For requests without extras and penalties; the caller sees to it that the device's tables
+        get what this returns: slots, and their rows of `table.reals` and `table.ints`.
+        """
+        for init in inits:
+            self.table.note(init)
+        slots = [init.slot for init in inits]
+        return slots, *self.table.host_params(slots)
+
+    def features_of(self, request: Request) -> SamplerFeature:
+        """What sampling for a request needs."""
+        return self.table.features_of(request)
 
     def features(self, slots: Ints) -> SamplerFeature:
         """What the rows at these slots use together; 0 means greedy and nothing else."""

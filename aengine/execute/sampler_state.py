@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from aengine.batch import SlotInit
-    from aengine.request import LogitsProcessor, SamplingParams
+    from aengine.request import LogitsProcessor, Request, SamplingParams
 
 _INT64 = 2**64
 
@@ -126,43 +126,60 @@ class SlotTable:
 
     def admit(self, init: SlotInit) -> None:
         """Make `init.slot` the slot of `init.request`."""
+        slot, params = init.slot, init.request.params
+        self.note(init)
+        if self.device.type != "cpu":
+            self.reals[slot].copy_(self.upload(self._reals[slot]), non_blocking=True)
+            self.ints[slot].copy_(self.upload(self._ints[slot]), non_blocking=True)
+        extras = self._extras(init)
+        if extras is not None:
+            self.extras[slot] = extras
+        if params.uses_counts:
+            self._recount(slot, init.request.prompt_token_ids, init.output_token_ids)
+
+    def note(self, init: SlotInit) -> None:
+        """The host's part of `admit`, which is all that a row without extras and counts needs if
+        the device gets the slot's parameters (`host_params`) in another way."""
         slot, request, params = init.slot, init.request, init.request.params
-        greedy = params.greedy or params.top_k == 1
         seed = int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed
-        top_k = params.top_k if params.top_k < self.vocab_size else 0
         self.prompt_lens[slot] = len(request.prompt_token_ids)
         self.min_tokens[slot] = params.min_tokens
         self.top_logprobs[slot] = params.logprobs or 0
         self._reals[slot] = (
-            0.0 if greedy else params.temperature,
+            0.0 if _is_greedy(params) else params.temperature,
             params.top_p,
             params.min_p,
             params.repetition_penalty,
             params.presence_penalty,
             params.frequency_penalty,
         )
-        self._ints[slot] = (stream_key(seed, request.index), top_k)
-        if self.device.type != "cpu":
-            self.reals[slot].copy_(self.upload(self._reals[slot]), non_blocking=True)
-            self.ints[slot].copy_(self.upload(self._ints[slot]), non_blocking=True)
-
+        self._ints[slot] = (stream_key(seed, request.index), self._top_k(params))
         self.request_ids[slot] = request.request_id
-        extras = self._extras(init)
-        if extras is None:
-            self.extras.pop(slot, None)
-        else:
-            self.extras[slot] = extras
-        if params.uses_counts:
-            self._recount(slot, request.prompt_token_ids, init.output_token_ids)
-        truncated = bool(top_k) or params.top_p < 1.0 or params.min_p > 0.0
+        self.extras.pop(slot, None)
+        self.flags[slot] = self.features_of(request)
+
+    def host_params(
+        self, slots: Sequence[int]
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """Rows of `reals` and `ints` for these slots."""
+        index = np.array(slots, dtype=np.int64)
+        return self._reals[index], self._ints[index]
+
+    def features_of(self, request: Request) -> SamplerFeature:
+        """What a request's sampling needs."""
+        params = request.params
+        truncated = bool(self._top_k(params)) or params.top_p < 1.0 or params.min_p > 0.0
         flags = SamplerFeature(0)
-        if not greedy:
+        if not _is_greedy(params):
             flags |= SamplerFeature.RANDOM
             flags |= SamplerFeature.TRUNCATED if truncated else 0
         flags |= SamplerFeature.PENALTIES if params.uses_counts else 0
         flags |= SamplerFeature.LOGPROBS if params.logprobs is not None else 0
-        flags |= SamplerFeature.EXTRAS if extras is not None else 0
-        self.flags[slot] = flags
+        flags |= SamplerFeature.EXTRAS if _has_extras(request) else 0
+        return flags
+
+    def _top_k(self, params: SamplingParams) -> int:
+        return params.top_k if params.top_k < self.vocab_size else 0
 
     def draw_params(
         self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
@@ -201,17 +218,9 @@ class SlotTable:
 
     def _extras(self, init: SlotInit) -> Extras | None:
         request, params = init.request, init.request.params
-        ends = set(params.stop_token_ids)
-        ends |= set() if params.ignore_eos else request.end_token_ids
-        words = request.bad_word_token_ids
-        if not (
-            params.logit_bias
-            or params.allowed_token_ids is not None
-            or words
-            or (params.min_tokens and ends)
-            or params.logits_processors
-        ):
+        if not _has_extras(request):
             return None
+        ends, words = _end_tokens(request), request.bad_word_token_ids
         extras = Extras(processors=params.logits_processors, history=list(init.output_token_ids))
         try:
             check_vocabulary(params, self.vocab_size)
@@ -250,6 +259,26 @@ class SlotTable:
             last_W=self._ids(word[-1] for word in words),
             recent_L=self.upload(recent),
         )
+
+
+def _is_greedy(params: SamplingParams) -> bool:
+    return params.greedy or params.top_k == 1
+
+
+def _end_tokens(request: Request) -> frozenset[int]:
+    ends = frozenset(request.params.stop_token_ids)
+    return ends if request.params.ignore_eos else ends | request.end_token_ids
+
+
+def _has_extras(request: Request) -> bool:
+    params = request.params
+    return bool(
+        params.logit_bias
+        or params.allowed_token_ids is not None
+        or request.bad_word_token_ids
+        or (params.min_tokens and _end_tokens(request))
+        or params.logits_processors
+    )
 
 
 def stream_key(seed: int, index: int) -> int:

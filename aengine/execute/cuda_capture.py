@@ -1,4 +1,4 @@
-"""Captures decode steps on a CUDA lane and prepares their launch lists. Needs Triton."""
+"""Captures steps on a CUDA lane and prepares their launch lists. Needs Triton."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 from aengine.device.graphs import GraphPool
 from aengine.errors import DeviceError
-from aengine.execute.decode_graphs import HEADER, TOP_COUNTS, DecodeGraphs
-from aengine.execute.decode_program import DecodeProgram
+from aengine.execute.graph_shapes import ResultLayout, largest_shape
+from aengine.execute.step_graphs import StepGraphs
+from aengine.execute.step_program import StepProgram
 from aengine.model.batch import ForwardBatch
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from aengine.device.cuda import CudaDevice
     from aengine.device.cuda_launch import PreparedLaunch
     from aengine.device.cuda_stream import CudaStream
-    from aengine.execute.decode_graphs import StepShape
+    from aengine.execute.graph_shapes import StepShape
     from aengine.execute.loader import LoadedModel
 
 logger = logging.getLogger("aengine")
@@ -43,30 +44,28 @@ class CudaCapture:
     """Captures the steps of one lane.
 
     Args:
-        program: the lane's.
-        pool: the lane's.
+        program, pool: the lane's.
         stream: where the graphs will run.
     """
 
-    def __init__(self, program: DecodeProgram, pool: GraphPool, stream: CudaStream) -> None:
+    def __init__(self, program: StepProgram, pool: GraphPool, stream: CudaStream) -> None:
         self._program = program
         self._pool = pool
         self._stream = stream
 
     def __call__(self, shape: StepShape) -> PreparedLaunch:
-        """See `decode_graphs.Capture`."""
+        """See `step_graphs.Capture`."""
         program, handle = self._program, self._stream.handle
         graph = self._pool.capture(lambda: program(shape))
-        bytes_in = 4 * shape.rows * (HEADER + shape.blocks)
-        bytes_out = 4 * shape.result_words
+        bytes_in = 4 * program.input_words(shape)
+        bytes_out = 4 * ResultLayout.of(shape).words
         calls = [
             ("cuMemcpyHtoDAsync_v2", (program.packed.data_ptr(), 0, bytes_in, handle)),
             ("cuGraphLaunch", (graph.handle, handle)),
             ("cuMemcpyDtoHAsync_v2", (0, program.result.data_ptr(), bytes_out, handle)),
         ]
-        return self._stream.prepare(
-            calls, slots=((0, 1), (2, 0)), key=("decode", shape), holds=graph
-        )
+        slots = ((0, 1), (2, 0))
+        return self._stream.prepare(calls, slots=slots, key=("step", *shape), holds=graph)
 
 
 @torch.inference_mode()
@@ -104,37 +103,38 @@ def capture_common(
     on_progress: Callable[[str, int, int], None],
     *,
     capture_stream: int | None = None,
-) -> DecodeGraphs | None:
+) -> StepGraphs | None:
     """The graphs of a lane, with the common steps captured; None (and a warning): it has none.
 
     To be called with the lane's stream current; each step runs once there, on padding.
 
     Args:
-        config: block size and slots.
+        config: of the scheduler.
         model: its forward must have the workspaces of this lane.
         device, stream: the lane.
         on_progress: told ("graphs", done, all).
         capture_stream: as in `GraphPool`.
     """
-    max_blocks = -(-model.max_model_len // config.block_size)
-    program = DecodeProgram(
+    limits = {
+        "max_rows": config.max_num_seqs,
+        "max_tokens": config.max_num_batched_tokens,
+        "max_blocks": -(-model.max_model_len // config.block_size),
+    }
+    program = StepProgram(
         model.forward,
         model.sampler,
         block_size=config.block_size,
-        max_rows=config.max_num_seqs,
-        max_blocks=max_blocks,
-        max_top=max(TOP_COUNTS),
+        largest=largest_shape(**limits),
         max_context_len=model.max_model_len,
     )
-    words = program.packed.numel(), program.result.numel()
     try:
-        graphs = DecodeGraphs(
+        graphs = StepGraphs(
             CudaCapture(program, GraphPool(device, capture_stream), stream),
             model.sampler,
-            lambda: PinnedStaging(*words),
+            lambda: PinnedStaging(program.packed.numel(), program.result.numel()),
             in_flight=config.max_steps_in_flight,
-            max_rows=config.max_num_seqs,
-            max_blocks=max_blocks,
+            block_size=config.block_size,
+            **limits,
         )
         shapes = graphs.common_shapes()
         for done, shape in enumerate(shapes):
@@ -143,7 +143,7 @@ def capture_common(
                 program(shape)  # compiles and sets up what a capture could not
             graphs.capture([shape])
     except DeviceError as error:
-        logger.warning("decode steps are launched kernel by kernel: %s", error)
+        logger.warning("steps are launched kernel by kernel: %s", error)
         return None
     on_progress("graphs", len(shapes), len(shapes))
     return graphs

@@ -1,0 +1,163 @@
+"""The shapes that steps are captured in, and where things lie in their packed inputs and results.
+
+A graph does any step that fits into its shape: what is left over is padding. Pure integers.
+
+Shape legend: D decode rows, C chunk rows (prefill), R = D + C rows, T tokens of the chunk rows,
+B blocks of a table, K most likely tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from aengine.execute.sampler_state import SamplerFeature
+
+FIRST_BLOCKS = 512
+"""Width of the tables that nearly all steps need; a longer context has graphs of its own."""
+MOST_CHUNKS = 64
+"""Chunk rows of a captured step; a step with more runs eagerly."""
+TOP_COUNTS = (0, 5, 20)
+"""Most likely tokens that a graph gives log-probabilities of; a request for more runs eagerly."""
+DRAWS = SamplerFeature.RANDOM | SamplerFeature.TRUNCATED
+"""One graph for both: a row that truncates nothing pays next to nothing."""
+REALS, INTS = 6, 2
+"""64-bit sampling parameters of a slot, as in `SlotTable`."""
+
+
+class StepShape(NamedTuple):
+    """What a graph can do at most. With `tokens == 0` it is a steady decode step."""
+
+    decode: int
+    tokens: int
+    chunks: int
+    blocks: int
+    features: SamplerFeature
+    top: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Decode and chunk rows."""
+        return self.decode + self.chunks
+
+    @property
+    def all_tokens(self) -> int:
+        """Tokens that the forward computes."""
+        return self.decode + self.tokens
+
+    def covers(self, other: StepShape) -> bool:
+        """Whether a graph of this shape does the steps of the other (of the same kind)."""
+        return (
+            (self.tokens > 0) == (other.tokens > 0)
+            and self.decode >= other.decode
+            and self.tokens >= other.tokens
+            and self.blocks >= other.blocks
+            and self.top >= other.top
+            and not other.features & ~self.features
+        )
+
+
+class ResultLayout(NamedTuple):
+    """The packed result, in 32-bit words from its start: R tokens, then if log-probabilities are
+    wanted R of them, R ranks, R * K tokens and R * K log-probabilities."""
+
+    logprobs: int
+    ranks: int
+    top_ids: int
+    top_logprobs: int
+    words: int
+
+    @classmethod
+    def of(cls, shape: StepShape) -> ResultLayout:
+        """The layout of a shape's result."""
+        rows = shape.rows
+        if not shape.features & SamplerFeature.LOGPROBS:
+            return cls(rows, rows, rows, rows, rows)
+        top = rows * shape.top
+        return cls(rows, 2 * rows, 3 * rows, 3 * rows + top, 3 * rows + 2 * top)
+
+
+class MixedLayout(NamedTuple):
+    """The packed input of a step with chunks, in 32-bit words from its start.
+
+    Parameters of the slots that are taken in this step come first (64-bit, so at an even place):
+    C * `REALS` float64, C * `INTS` int64, then their slots [C]. Rows: slots [R], the slots to
+    sample for [R], first tokens [R + 1], context lengths [R], tokens of which logits are wanted
+    [R]. Tokens: ids, positions, places in the cache. Tables [R, B] last.
+    """
+
+    ints: int
+    init_slots: int
+    slots: int
+    sampled: int
+    query_start: int
+    context_lens: int
+    logit_index: int
+    token_ids: int
+    positions: int
+    slot_mapping: int
+    tables: int
+    words: int
+
+    @classmethod
+    def of(cls, shape: StepShape) -> MixedLayout:
+        """The layout of a shape's input."""
+        rows, tokens, chunks = shape.rows, shape.all_tokens, shape.chunks
+        sizes = [
+            2 * REALS * chunks,
+            2 * INTS * chunks,
+            chunks,
+            *(rows, rows, rows + 1, rows, rows),
+            *(tokens, tokens, tokens),
+            rows * shape.blocks,
+        ]
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        return cls(*ends)
+
+
+def largest_shape(*, max_rows: int, max_tokens: int, max_blocks: int) -> StepShape:
+    """A shape that needs at least the memory of any other."""
+    return StepShape(
+        decode=max_rows,
+        tokens=max_tokens,
+        chunks=min(MOST_CHUNKS, max_rows),
+        blocks=max_blocks,
+        features=DRAWS | SamplerFeature.PENALTIES | SamplerFeature.LOGPROBS,
+        top=TOP_COUNTS[-1],
+    )
+
+
+def decode_sizes(max_rows: int) -> list[int]:
+    """Decode row counts with graphs: fine where a step is short, coarse where it is long."""
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 512, 32)]
+    steps += range(512, max_rows, 128)
+    return sorted({size for size in steps if size < max_rows} | {max_rows})
+
+
+def riding_sizes(max_rows: int) -> list[int]:
+    """Decode row counts of graphs with chunks: the chunks' tokens outweigh what padding costs."""
+    return sorted({size for size in (8, 16, 32, 64, 128, 256) if size < max_rows} | {max_rows})
+
+
+def chunk_sizes(max_tokens: int) -> list[int]:
+    """Chunk token counts with graphs."""
+    steps = [32, 64, *range(128, 1024, 128), *range(1024, 2048, 256), *range(2048, max_tokens, 512)]
+    return sorted({size for size in steps if size < max_tokens} | {max_tokens})
+
+
+def coarse_chunk_sizes(max_tokens: int) -> list[int]:
+    """The chunk token counts worth having from the start: they cover all at twice the work."""
+    sizes = [max_tokens]
+    while sizes[-1] > 64:
+        sizes.append(-(-sizes[-1] // 2))
+    fine = chunk_sizes(max_tokens)
+    return sorted({next(size for size in fine if size >= coarse) for coarse in sizes})
+
+
+def table_widths(max_blocks: int) -> list[int]:
+    """Table widths with graphs."""
+    return sorted({min(FIRST_BLOCKS, max_blocks), max_blocks})
+
+
+def at_least(sizes: list[int], size: int) -> int | None:
+    """The smallest of `sizes` (sorted) that holds `size`."""
+    return next((each for each in sizes if each >= size), None)

@@ -1,0 +1,303 @@
+"""Steps as captured graphs: a step is one pinned buffer and five driver calls.
+
+`replay` packs a step with numpy into pinned memory and launches copy, graph, copy and record with
+the GIL held: no torch op (law 11). What no graph can do (grammar masks, rules of single rows,
+log-probabilities of prompts) it leaves to the eager way by returning None. A step takes the
+smallest captured graph that it fits into; if a tighter one could be, that is captured beside the
+steps (`chore`) for the next time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from aengine.batch import StepResult, TokenLogprobs
+from aengine.device.future import DeviceFuture
+from aengine.execute.graph_shapes import (
+    DRAWS,
+    MOST_CHUNKS,
+    TOP_COUNTS,
+    ResultLayout,
+    StepShape,
+    at_least,
+    chunk_sizes,
+    coarse_chunk_sizes,
+    decode_sizes,
+    riding_sizes,
+    table_widths,
+)
+from aengine.execute.packing import pack_decode, pack_mixed, result_rows
+from aengine.execute.sampler import no_token
+from aengine.execute.sampler_state import SamplerFeature
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import numpy.typing as npt
+
+    from aengine.batch import StepPlan
+    from aengine.device.completions import HostCompletion
+    from aengine.execute.launcher import StepOutput
+    from aengine.execute.sampler import Sampler
+
+
+class GraphLaunch(Protocol):
+    """A captured step that can be launched again and again."""
+
+    def launch(self, *holds: object, values: Sequence[int]) -> HostCompletion:
+        """Enqueue it.
+
+        Args:
+            holds: kept alive until it is done.
+            values: host addresses of the packed input and of the packed result.
+        """
+        ...
+
+
+class Capture(Protocol):
+    """Makes launchable graphs. The real one is `cuda_capture.CudaCapture`."""
+
+    def __call__(self, shape: StepShape) -> GraphLaunch:
+        """Capture a step of this shape. Enqueues nothing; any thread may call it.
+
+        Raises:
+            DeviceError: it cannot be captured.
+        """
+        ...
+
+
+class Staging(Protocol):
+    """Pinned memory of one step in flight: never written between its launch and its end (law 4)."""
+
+    packed: npt.NDArray[np.int32]
+    result: npt.NDArray[np.int32]
+    packed_address: int
+    result_address: int
+
+
+class StepGraphs:
+    """The graphs of one lane.
+
+    Args:
+        capture: makes them.
+        sampler: whose slots are sampled.
+        make_staging: pinned memory for one step; made anew when all there is is in flight.
+        in_flight: steps that are launched before the oldest has settled.
+        max_rows: slots of the engine.
+        max_tokens: most tokens of a step.
+        max_blocks: blocks of the longest context.
+        block_size: tokens of a KV block.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        sampler: Sampler,
+        make_staging: Callable[[], Staging],
+        *,
+        in_flight: int,
+        max_rows: int,
+        max_tokens: int,
+        max_blocks: int,
+        block_size: int,
+    ) -> None:
+        self._capture = capture
+        self._sampler = sampler
+        self._make_staging = make_staging
+        self._block_size = block_size
+        self._decode_sizes = decode_sizes(max_rows)
+        self._riding_sizes = riding_sizes(max_rows)
+        self._chunk_sizes = chunk_sizes(max_tokens)
+        self._chunks = min(MOST_CHUNKS, max_rows)
+        self._widths = table_widths(max_blocks)
+        self._graphs: dict[StepShape, GraphLaunch] = {}
+        self._chosen: dict[StepShape, StepShape | None] = {}
+        self._wanted: dict[StepShape, None] = {}
+        self._refused: set[StepShape] = set()
+        self._idle = [make_staging() for _ in range(in_flight)]
+
+    @property
+    def captured(self) -> int:
+        """How many graphs there are."""
+        return len(self._graphs)
+
+    def common_shapes(self) -> list[StepShape]:
+        """Shapes worth having before the first request: they cover every usual step.
+
+        The largest come first, so that the others fit into the memory that these took.
+        """
+        width = self._widths[0]
+        riding = {self._riding_sizes[0], self._riding_sizes[-1]}
+        mixed = [
+            StepShape(rows, tokens, self._chunks, width, DRAWS)
+            for tokens in coarse_chunk_sizes(self._chunk_sizes[-1])
+            for rows in riding
+        ]
+        steady = [
+            StepShape(rows, 0, 0, width, features)
+            for features in (SamplerFeature(0), DRAWS)
+            for rows in self._decode_sizes
+        ]
+        return sorted(mixed, reverse=True) + sorted(steady, reverse=True)
+
+    def capture(self, shapes: Iterable[StepShape]) -> None:
+        """Capture graphs; any thread, one at a time.
+
+        Raises:
+            DeviceError: a shape cannot be captured; it will not be tried again.
+        """
+        for shape in shapes:
+            self._wanted.pop(shape, None)
+            if shape in self._graphs or shape in self._refused:
+                continue
+            self._refused.add(shape)
+            self._graphs[shape] = self._capture(shape)
+            self._refused.discard(shape)
+            self._chosen = {}
+
+    def chore(self) -> Callable[[], None] | None:
+        """What steps have wished for since the last call, to be done in a thread; None: nothing."""
+        if not self._wanted:
+            return None
+        shapes = list(self._wanted)
+        return lambda: self.capture(shapes)
+
+    def replay(self, plan: StepPlan) -> DeviceFuture[StepOutput] | None:
+        """Launch a step as a graph; None: it must run eagerly.
+
+        Raises:
+            DeviceError: the device is closed.
+        """
+        tight = self._tight(plan)
+        if tight is None:
+            return None
+        shape = self._choose(tight)
+        if shape is None:
+            return None
+        staging = self._idle.pop() if self._idle else self._make_staging()
+        if shape.tokens:
+            slots, reals, ints = self._sampler.admit_packed(plan.slot_inits)
+            pack_mixed(
+                plan,
+                shape,
+                staging.packed,
+                block_size=self._block_size,
+                init_slots=slots,
+                reals=reals,
+                ints=ints,
+            )
+        else:
+            pack_decode(plan, shape, staging.packed)
+        values = staging.packed_address, staging.result_address
+        point = self._graphs[shape].launch(staging, values=values)
+        return DeviceFuture(point, GraphOutput(plan, shape, staging, self._sampler, self._idle))
+
+    def _choose(self, tight: StepShape) -> StepShape | None:
+        """The graph for a step whose tightest shape is given; None: there is none yet."""
+        if tight not in self._graphs and tight not in self._refused:
+            self._wanted[tight] = None
+        if tight not in self._chosen:
+            fitting = [shape for shape in list(self._graphs) if shape.covers(tight)]
+            smallest = min(fitting, key=lambda s: (s.all_tokens, s.features), default=None)
+            self._chosen[tight] = smallest
+        return self._chosen[tight]
+
+    def _tight(self, plan: StepPlan) -> StepShape | None:
+        """The tightest shape that can do this step, captured or not."""
+        if plan.constrained or plan.prompt_logprob_rows or plan.forced:
+            return None
+        chunks, tokens = plan.num_rows - plan.num_decode, len(plan.prefill_token_ids)
+        if chunks > self._chunks:
+            return None
+        features, top = self._sampling(plan)
+        if features & SamplerFeature.EXTRAS or top is None:
+            return None
+        blocks = at_least(self._widths, plan.block_tables.shape[1])
+        sizes = self._riding_sizes if chunks else self._decode_sizes
+        decode = at_least(sizes, plan.num_decode)
+        size = at_least(self._chunk_sizes, tokens) if chunks else 0
+        if blocks is None or decode is None or size is None:
+            return None
+        if chunks:
+            return StepShape(decode, size, self._chunks, blocks, features | DRAWS, top)
+        return StepShape(decode, 0, 0, blocks, features, top)
+
+    def _sampling(self, plan: StepPlan) -> tuple[SamplerFeature, int | None]:
+        """What the rows' sampling needs; None: more log-probabilities than any graph gives."""
+        slots = plan.slots
+        if plan.slot_inits:
+            # What is known of these slots is about their last owners.
+            slots = slots[np.isin(slots, [init.slot for init in plan.slot_inits], invert=True)]
+        features = self._sampler.features(slots)
+        for init in plan.slot_inits:
+            wanted = self._sampler.features_of(init.request)
+            if wanted & SamplerFeature.PENALTIES:
+                # Its counts begin with its prompt: work for the eager way.
+                wanted |= SamplerFeature.EXTRAS
+            features |= wanted
+        if features & SamplerFeature.RANDOM:
+            features |= DRAWS
+        if not features & SamplerFeature.LOGPROBS:
+            return features, 0
+        most = int(self._sampler.top_logprobs(slots).max(initial=0))
+        asked = [init.request.params.logprobs or 0 for init in plan.slot_inits]
+        return features, at_least(list(TOP_COUNTS), max(most, *asked, 0))
+
+
+class GraphOutput:
+    """A replayed step's tokens on their way to pinned memory."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        shape: StepShape,
+        staging: Staging,
+        sampler: Sampler,
+        idle: list[Staging],
+    ) -> None:
+        self._plan = plan
+        self._shape = shape
+        self._staging = staging
+        # As they are now: the slots may have new owners when the step is done.
+        self._request_ids = sampler.request_ids(plan.slots)
+        wanting = shape.features & SamplerFeature.LOGPROBS
+        self._tops = sampler.wanted_logprobs(plan.slots) if wanting else {}
+        self._idle = idle
+
+    def to_host(self) -> StepResult:
+        """The result, once the step's completion has fired. Called once."""
+        plan, words = self._plan, self._staging.result
+        sampling = np.flatnonzero(plan.samples).tolist()
+        places = result_rows(plan, self._shape)
+        tokens = words[places].tolist()
+        errors: dict[int, Exception] = {}
+        logprobs: dict[int, TokenLogprobs] = {}
+        if self._tops or min(tokens, default=0) < 0:
+            for row, place, token in zip(sampling, places.tolist(), tokens, strict=True):
+                if token < 0:
+                    errors[row] = no_token(self._request_ids[row])
+                elif row in self._tops:
+                    logprobs[row] = self._logprobs(words, place, token, self._tops[row])
+        self._idle.append(self._staging)
+        return StepResult(
+            step_id=plan.step_id,
+            token_ids=[max(token, 0) for token in tokens] if errors else tokens,
+            logprobs=logprobs,
+            errors=errors,
+        )
+
+    def _logprobs(
+        self, words: npt.NDArray[np.int32], place: int, token: int, top: int
+    ) -> TokenLogprobs:
+        at, real = ResultLayout.of(self._shape), words.view(np.float32)
+        ids = at.top_ids + place * self._shape.top
+        values = at.top_logprobs + place * self._shape.top
+        top_ids = words[ids : ids + top].tolist()
+        return TokenLogprobs(
+            token_id=token,
+            logprob=float(real[at.logprobs + place]),
+            rank=int(words[at.ranks + place]),
+            top=tuple(zip(top_ids, real[values : values + top].tolist(), strict=True)),
+        )

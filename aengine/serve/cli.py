@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from aengine.errors import AEngineError
+from aengine.serve.console import MISUSED, complain, errors_as_lines, print_json
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator
-
     from aengine.outputs import RequestOutput
+    from aengine.serve.bench import Load
 
 app = typer.Typer(
     add_completion=False,
@@ -29,6 +27,11 @@ DEFAULT_MODEL = "smollm2-135m"
 Model = Annotated[
     str, typer.Option("--model", "-m", help="Alias, .gguf file, Hugging Face folder or hub id.")
 ]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling reproducible.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or int8.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for programs.")]
 
 
@@ -36,19 +39,19 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout,
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
     model: Model = DEFAULT_MODEL,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.")] = None,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="No chat template: continue the text.")
     ] = False,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or int8.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Answer one prompt, streaming."""
     options = {"dtype": dtype, "device": device, "max_num_seqs": 1}
-    _run(_generate(prompt, model, max_tokens, temperature, seed, raw, options, as_json))
+    asyncio.run(_generate(prompt, model, max_tokens, temperature, seed, raw, options, as_json))
 
 
 async def _generate(
@@ -77,7 +80,7 @@ async def _generate(
                 sys.stdout.flush()
         result = await stream
     if as_json:
-        _print_json(_summary(result) | {"text": result.text})
+        print_json({"text": result.text} | _summary(result))
     else:
         sys.stdout.write("\n")
         sys.stderr.write(_closing_line(result) + "\n")
@@ -102,16 +105,83 @@ def _closing_line(result: RequestOutput) -> str:
 
 
 @app.command()
+def chat(
+    model: Model = DEFAULT_MODEL,
+    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7,
+    seed: Seed = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Talk with a model. Ctrl-C stops an answer; /new begins anew; /quit or Ctrl-D ends."""
+    from aengine import BlockingEngine, SamplingParams
+    from aengine.serve.chat import HELP, Chat, note, read, write
+    from aengine.serve.progress import Bar
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    with ExitStack() as stack:
+        with Bar() as bar:
+            engine = stack.enter_context(
+                BlockingEngine(model, on_progress=bar, dtype=dtype, device=device, max_num_seqs=1)
+            )
+        note(HELP)
+        Chat(engine, params, system=system, write=write, note=note).run(read)
+
+
+@app.command()
+def bench(
+    model: Model = DEFAULT_MODEL,
+    requests: Annotated[int, typer.Option(min=1, help="How many in all.")] = 8,
+    concurrency: Annotated[int, typer.Option(min=1, help="How many at once.")] = 4,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Random tokens a prompt.")] = 128,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 64,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure throughput and latencies on this machine."""
+    from aengine.serve.bench import Load
+
+    load = Load(
+        requests=requests,
+        concurrency=concurrency,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+    )
+    asyncio.run(_bench(model, load, {"dtype": dtype, "device": device}, as_json))
+
+
+async def _bench(model: str, load: Load, options: dict[str, Any], as_json: bool) -> None:
+    from aengine import Engine
+    from aengine.serve.bench import describe, measure
+    from aengine.serve.progress import Bar
+
+    with Bar() as bar:
+        engine = await Engine(model, on_progress=bar, **options).start()
+    async with engine:
+        found = {"model": model} | await measure(engine, load)
+    if as_json:
+        print_json(found)
+    else:
+        sys.stdout.write(describe(found) + "\n")
+
+
+@app.command()
 def pull(
     model: Annotated[str, typer.Argument(help="A bundled alias.")] = DEFAULT_MODEL,
+    as_json: AsJson = False,
 ) -> None:
-    """Fetch a bundled model into the cache folder."""
+    """Fetch a bundled model into the cache folder, and print where it lies."""
     from aengine.model.hub import pull as fetch
     from aengine.serve.progress import Bar
 
-    with _errors(), Bar() as bar:
+    with Bar() as bar:
         path = fetch(model, on_progress=bar)
-    sys.stdout.write(f"{path}\n")
+    if as_json:
+        print_json({"model": model, "path": str(path), "bytes": path.stat().st_size})
+    else:
+        sys.stdout.write(f"{path}\n")
 
 
 @app.command()
@@ -121,7 +191,7 @@ def doctor(as_json: AsJson = False) -> None:
 
     findings = examine()
     if as_json:
-        _print_json(findings)
+        print_json(findings)
         return
     width = max(map(len, findings))
     for name, value in findings.items():
@@ -136,35 +206,18 @@ def version() -> None:
     sys.stdout.write(f"{__version__}\n")
 
 
-def _print_json(value: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(value, ensure_ascii=False, default=str) + "\n")
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    """Turn the package's errors into one clear line and an exit code."""
-    try:
-        yield
-    except AEngineError as error:
-        sys.stderr.write(f"aengine: {error}\n")
-        raise SystemExit(2 if isinstance(error, ValueError) else 1) from error
-    except KeyboardInterrupt:
-        sys.stderr.write("\n")
-        raise SystemExit(130) from None
-
-
-def _run(main: Coroutine[Any, Any, None]) -> None:
-    with _errors():
-        asyncio.run(main)
-
-
 def main() -> None:
     """The `aengine` command."""
+    as_json = "--json" in sys.argv
     # A terminal may hand over bytes that are not UTF-8: refuse them by name, not by a traceback.
     for argument in sys.argv[1:]:
         try:
             argument.encode()
         except UnicodeEncodeError:
-            sys.stderr.write(f"aengine: an argument is not valid UTF-8: {argument!a}\n")
-            raise SystemExit(2) from None
-    app()
+            message = f"an argument is not valid UTF-8: {argument!a}"
+            complain(message, code="invalid_usage", as_json=as_json)
+            raise SystemExit(MISUSED) from None
+    with errors_as_lines(as_json=as_json):
+        status = app(standalone_mode=False)
+    if status:  # an interrupt, to typer
+        raise SystemExit(status)

@@ -76,6 +76,10 @@ class CpuDevice:
     def adopt_loop(self) -> None:
         """Nothing to adopt: a CPU stream's thread wakes any loop in the same way."""
 
+    def lead(self, future: DeviceFuture[Any], /) -> float:
+        """Nothing is predicted here."""
+        return 0.0
+
     def statistics(self) -> Mapping[str, Any]:
         """Counts of records and wake-ups, the wake-up latency histogram, the share that spun."""
         return self._reactor.counters.snapshot()

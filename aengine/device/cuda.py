@@ -10,8 +10,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from aengine.device.completions import LoopPort, Reactor
+from aengine.device.cuda_point import CudaCompletion
 from aengine.device.cuda_stream import CudaStream, loss_error
-from aengine.device.cuda_wait import CudaPort
+from aengine.device.cuda_wait import CONTENDED, CudaPort
 from aengine.device.driver import (
     EVENT_BLOCKING_SYNC,
     EVENT_DEFAULT,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from types import ModuleType
 
-    from aengine.device.cuda_point import CudaCompletion
+    from aengine.device.future import DeviceFuture
     from aengine.device.trace import Trace
 
     Guard = Callable[[int], AbstractContextManager[Any]]
@@ -149,6 +150,14 @@ class CudaDevice:
         port = self.reactor.port()
         assert isinstance(port, CudaPort)
         port.own = True
+
+    def lead(self, future: DeviceFuture[Any], /) -> float:
+        """See `Device.lead`: from the stream's pace."""
+        point, port = future.completion, self.reactor.port()
+        if self.clock.contention_ns > CONTENDED or not (isinstance(port, CudaPort) and port.own):
+            return 0.0
+        end = point.predicted_end() if isinstance(point, CudaCompletion) else None
+        return 0.0 if end is None else max(0.0, (end - time.perf_counter_ns()) / 1e9)
 
     def statistics(self) -> Mapping[str, Any]:
         """Counts of records and wake-ups, the wake-up latency histogram, the share that spun."""

@@ -147,6 +147,10 @@ class FakeDevice:
     def adopt_loop(self) -> None:
         """Nothing to adopt: no wait of this device spins."""
 
+    def lead(self, future: DeviceFuture[Any], /) -> float:
+        """Nothing is predicted here."""
+        return 0.0
+
     def statistics(self) -> Mapping[str, Any]:
         """Counts of records and wake-ups, the wake-up latency histogram, the share that spun."""
         return self._reactor.counters.snapshot()

@@ -81,6 +81,14 @@ class Device(Protocol):
         """The running loop belongs to this device: a wait may block it while it spins, briefly."""
         ...
 
+    def lead(self, future: DeviceFuture[Any], /) -> float:
+        """Seconds from now until the work behind `future` should be done; 0.0: nobody knows.
+
+        A guess from what such work took before, given only where this thread can rely on being on
+        time (its own loop, no other thread that keeps the interpreter busy).
+        """
+        ...
+
     def statistics(self) -> Mapping[str, Any]:
         """Counts of records and wake-ups, the wake-up latency histogram, the share that spun."""
         ...

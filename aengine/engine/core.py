@@ -33,12 +33,15 @@ if TYPE_CHECKING:
     from aengine.engine.delayed import DelayedSampling
     from aengine.engine.delivery import Outbox
     from aengine.engine.inbox import Inbox
-    from aengine.engine.messages import Message, Submit
+    from aengine.engine.messages import Message, Prompt, Submit
     from aengine.engine.parts import EngineParts
     from aengine.grammar.protocol import GrammarMatcher
     from aengine.policy.scheduler import RowUpdate
 
 logger = logging.getLogger("aengine")
+
+MOST_IDS = 2048
+"""Token ids of a prompt that are checked in the engine's loop; more go to the text thread."""
 
 
 class EngineCore:
@@ -94,12 +97,7 @@ class EngineCore:
     async def _prepare(self, message: Submit) -> None:
         channel = message.channel
         try:
-            ids = await self._parts.text_thread.run(
-                encode_prompt,
-                message.prompt,
-                self._parts.codec,
-                max_model_len=self._parts.max_model_len,
-            )
+            ids = await self._encode(message.prompt)
             requests = self._expand(message, ids)
             matchers: list[GrammarMatcher] = []
             if (structured := message.params.structured) is not None:
@@ -118,6 +116,14 @@ class EngineCore:
             failure.__cause__ = error
             self._fail(channel, failure)
             self._outbox.flush()
+
+    async def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        codec, longest = self._parts.codec, self._parts.max_model_len
+        if not isinstance(prompt, str) and len(prompt) <= MOST_IDS and isinstance(prompt[0], int):
+            # Checking so few is quicker than a thread's answer.
+            return encode_prompt(prompt, codec, max_model_len=longest)
+        run = self._parts.text_thread.run
+        return await run(encode_prompt, prompt, codec, max_model_len=longest)
 
     def _drop_prepared(self, channel: Channel) -> None:
         self._preparing.pop(channel, None)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
 M = TypeVar("M")
+N = TypeVar("N")
 
 
 class Inbox(Generic[M]):
-    """A many-to-one queue. `put` and `take` from any thread; `wait` in the engine's loop only."""
+    """A many-to-one queue. `put` and `take` from any thread; `wait` in the engine's loop only.
+
+    `on_wake` is called in the engine's loop when messages came, also while nobody waits for one.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.on_wake: Callable[[], None] | None = None
         self._loop = loop
         self._messages: deque[M] = deque()
         self._signalled = False
@@ -36,6 +42,8 @@ class Inbox(Generic[M]):
 
     def _wake(self) -> None:
         self._signalled = False
+        if self.on_wake is not None:
+            self.on_wake()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -46,6 +54,12 @@ class Inbox(Generic[M]):
             while True:
                 taken.append(self._messages.popleft())
         return taken
+
+    def take_next(self, kind: type[N]) -> N | None:
+        """The oldest message, if it is of that kind. In the engine's loop only."""
+        if self._messages and isinstance(self._messages[0], kind):
+            return cast("N", self._messages.popleft())
+        return None
 
     async def wait(self, timeout: float | None = None) -> None:
         """Return when there is a message, or after `timeout` seconds."""

@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from aengine.engine.parts import EngineParts
     from aengine.execute.launcher import StepOutput
 
+LAUNCH_LEAD = 0.002
+"""Seconds before the end of the running step at which the next one is decided: enough for deciding
+and launching, and for a loop whose timers count milliseconds."""
+SHORTEST_WAIT = 0.001
+"""Seconds; waiting for less than this is not worth a turn of the loop."""
+
 
 @dataclass(slots=True)
 class LaunchedStep:
@@ -81,11 +87,22 @@ class StepLoop:
 
     async def run(self) -> None:
         """Serve until told to close. Device errors come out; faults of one step or row do not."""
+        # Requests begin to be prepared as soon as the loop hears of them, step or no step.
+        self._inbox.on_wake = self._begin_requests
+        try:
+            await self._serve()
+        finally:
+            self._inbox.on_wake = None
+
+    async def _serve(self) -> None:
         while True:
             self.heartbeat = self._clock()
             self._take_messages()
             if self._core.closing and self._core.idle and not self._steps:
                 return
+            if (early := self._earliness()) > 0.0:
+                await self._inbox.wait(early)
+                continue
             plan = self._scheduler.schedule(self._clock())
             if plan is not None:
                 await self._step(plan)
@@ -93,6 +110,21 @@ class StepLoop:
                 await self._step_or_message()
             else:
                 await self._inbox.wait(self._patience())
+
+    def _begin_requests(self) -> None:
+        while (message := self._inbox.take_next(Submit)) is not None:
+            self._core.submit(message)
+
+    def _earliness(self) -> float:
+        """Seconds to wait before the next step is decided; 0.0: now.
+
+        What is launched behind a running step cannot be changed any more, and who arrives
+        meanwhile waits for both. So it is decided when the running one is about to end.
+        """
+        if len(self._steps) != self._depth - 1 or not self._steps:
+            return 0.0
+        spare = self._parts.device.lead(self._steps[-1].output) - LAUNCH_LEAD
+        return spare if spare > SHORTEST_WAIT else 0.0
 
     async def _step(self, plan: StepPlan) -> None:
         stream = self._parts.forward_stream

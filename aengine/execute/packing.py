@@ -125,9 +125,7 @@ def _targets(
 
 
 def result_rows(plan: StepPlan, shape: StepShape) -> npt.NDArray[np.int64]:
-    """Where the tokens of the plan's sampling rows are in the packed result."""
-    if not shape.tokens:
-        return np.arange(plan.num_rows)
+    """Where the tokens of the sampling rows of a step with chunks are in its packed result."""
     rows, _ = _targets(plan, shape)
     found: npt.NDArray[np.int64] = rows[plan.samples]
     return found

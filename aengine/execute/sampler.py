@@ -12,6 +12,8 @@ with logits processors, which are host code and need the generated tokens.
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -168,7 +170,9 @@ class Sampler:
 
     def features(self, slots: Ints) -> SamplerFeature:
         """What the rows at these slots use together; 0 means greedy and nothing else."""
-        return SamplerFeature(int(np.bitwise_or.reduce(self.table.flags[slots], initial=0)))
+        # Lists: an index array would let go of the GIL (see `policy.runs`).
+        flags = self.table.flags.tolist()
+        return SamplerFeature(functools.reduce(operator.or_, [flags[s] for s in slots.tolist()], 0))
 
     def request_ids(self, slots: Ints) -> list[str]:
         """The labels of the requests that have these slots now."""

@@ -269,13 +269,17 @@ class GraphOutput:
     def to_host(self) -> StepResult:
         """The result, once the step's completion has fired. Called once."""
         plan, words = self._plan, self._staging.result
-        sampling = np.flatnonzero(plan.samples).tolist()
-        places = result_rows(plan, self._shape)
-        tokens = words[places].tolist()
+        if self._shape.tokens:
+            sampling = np.flatnonzero(plan.samples).tolist()
+            places = result_rows(plan, self._shape).tolist()
+            tokens = words[places].tolist()
+        else:
+            sampling = places = list(range(plan.num_rows))
+            tokens = words[: plan.num_rows].tolist()
         errors: dict[int, Exception] = {}
         logprobs: dict[int, TokenLogprobs] = {}
         if self._tops or min(tokens, default=0) < 0:
-            for row, place, token in zip(sampling, places.tolist(), tokens, strict=True):
+            for row, place, token in zip(sampling, places, tokens, strict=True):
                 if token < 0:
                     errors[row] = no_token(self._request_ids[row])
                 elif row in self._tops:

@@ -19,6 +19,19 @@ _BLOCK = 1024
 
 
 @triton.jit
+def activate(gate, up, ACTIVATION: tl.constexpr):
+    """`activation(gate) * up` of float32 values; for other kernels to call."""
+    if ACTIVATION == "silu":
+        active = gate * tl.sigmoid(gate)
+    elif ACTIVATION == "gelu_tanh":
+        # 0.5 * (1 + tanh(z)) is sigmoid(2 z); the constant is 2 * sqrt(2 / pi).
+        active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    return active * up
+
+
+@triton.jit
 def _gated_kernel(
     gate_up_ptr,
     out_ptr,
@@ -34,14 +47,7 @@ def _gated_kernel(
     here = gate_up_ptr + row * in_stride + column
     gate = tl.load(here, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(here + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION == "silu":
-        active = gate * tl.sigmoid(gate)
-    elif ACTIVATION == "gelu_tanh":
-        # 0.5 * (1 + tanh(z)) is sigmoid(2 z); the constant is 2 * sqrt(2 / pi).
-        active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:
-        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    result = (active * up).to(out_ptr.dtype.element_ty)
+    result = activate(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * out_stride + column, result, mask=inside)
 
 

@@ -204,7 +204,7 @@ class CausalLM:
             residual, update = hidden
             hidden = Hidden(residual[logit_index], None if update is None else update[logit_index])
         x, _ = enter(hidden, self._norm, self.config.rms_norm_eps, self._ops)
-        return self._head(x)
+        return self._head(x, self._ops)
 
     def forward(
         self, batch: ForwardBatch, kv_cache: Sequence[KVLayer], backend: AttentionBackend

@@ -73,9 +73,9 @@ class VocabHead:
             shape = (self._size, spec.config.hidden_size)
             self.weight = reader.matrix("lm_head.weight", shape, shard=self._shard)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, ops: Ops) -> torch.Tensor:
         """[S, K] -> [S, V] float32."""
-        logits = F.linear(hidden, self.weight).float()
+        logits = ops.linear(hidden, self.weight, dtype=torch.float32)
         if self._parallel.world_size > 1:
             share = self._parallel.split_vocab_share(self._size)
             logits = F.pad(logits, (0, share - self._shard.size))  # gathered shards are of one size
@@ -171,7 +171,7 @@ class Attention:
     ) -> torch.Tensor:
         """[T, K] -> [T, K]."""
         sizes = [count * self._dim for count in (self._heads, self._kv_heads, self._kv_heads)]
-        parts = torch.split(self.qkv(x), sizes, dim=-1)
+        parts = torch.split(self.qkv(x, ops), sizes, dim=-1)
         q, k, v = (part.view(len(x), -1, self._dim) for part in parts)
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._q_norm(q, ops), self._k_norm(k, ops)
@@ -184,4 +184,4 @@ class Attention:
             sliding_window=self._layer.sliding_window,
             soft_cap=self._spec.attention_soft_cap,
         )
-        return self._parallel.collectives.all_reduce(self.o(out.flatten(1)))
+        return self._parallel.collectives.all_reduce(self.o(out.flatten(1), ops))

@@ -35,7 +35,7 @@ class GatedMlp:
 
     def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
         """[T, K] -> [T, K]."""
-        out = self.down(ops.gated_activation(self.gate_up(x), self._activation))
+        out = self.down(self.gate_up.gated(x, self._activation, ops), ops)
         return self._parallel.collectives.all_reduce(out)
 
 

@@ -8,6 +8,7 @@ from aengine.kernels.ops import Ops
 from aengine.kernels.triton_activation import gated_activation
 from aengine.kernels.triton_attention import paged_attention
 from aengine.kernels.triton_decode import DecodeWorkspace
+from aengine.kernels.triton_linear import gated_linear, linear
 from aengine.kernels.triton_moe import moe_mlp
 from aengine.kernels.triton_norm import add_rms_norm, rms_norm
 from aengine.kernels.triton_rope import rope_write_kv, write_kv
@@ -26,6 +27,8 @@ def triton_ops() -> Ops:
     return Ops(
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
+        linear=linear,
+        gated_linear=gated_linear,
         gated_activation=gated_activation,
         moe_mlp=moe_mlp,
     )

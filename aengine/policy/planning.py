@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aengine.batch import ForcedTokens, SlotInit, StepPlan
+from aengine.policy.runs import Runs
 from aengine.request import RequestState
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class LaunchedStep:
     work: Work
     sequences: list[Sequence]
     """By row."""
+    runs: Runs
+    """Of the plan's slots."""
     chunks: list[Chunk]
     inserted: dict[int, Node]
     """Row -> the first cache node whose block this step writes."""
@@ -105,22 +108,23 @@ def launch(draft: Draft, rows: RowTable, *, block_size: int, track_filled: bool)
     if chunks:
         chunk_slots = np.array([chunk.sequence.slot for chunk in chunks], dtype=np.int32)
         slots = np.concatenate([decode, chunk_slots])
-    starts = rows.computed[slots]
+    runs = Runs(slots.tolist())
+    starts = runs.take(rows.computed)
     lengths = np.ones(len(slots), dtype=np.int32)
     samples = np.ones(len(slots), dtype=np.bool_)
     if chunks:
         lengths[num_decode:] = [chunk.length for chunk in chunks]
         samples[num_decode:] = [chunk.samples for chunk in chunks]
-    num_blocks = rows.capacity[slots] // block_size
+    num_blocks = runs.take(rows.capacity) // block_size
     plan = StepPlan(
         step_id=draft.step_id,
         num_decode=num_decode,
-        seq_ids=rows.seq_ids[slots].tolist(),
+        seq_ids=runs.take(rows.seq_ids).tolist(),
         slots=slots,
         starts=starts,
         lengths=lengths,
         prefill_token_ids=_tokens(chunks),
-        block_tables=rows.tables_of(slots, int(num_blocks.max())),
+        block_tables=rows.tables_of(runs, int(num_blocks.max())),
         num_blocks=num_blocks,
         samples=samples,
         slot_inits=draft.slot_inits,
@@ -133,11 +137,11 @@ def launch(draft: Draft, rows: RowTable, *, block_size: int, track_filled: bool)
         forced=[_forced(chunk.sequence) for chunk in chunks if chunk.sequence.forced],
     )
     after = starts + lengths
-    rows.computed[slots] = after
-    rows.known[slots] += samples
-    rows.pending[slots] += 1
-    rows.last_step[slots] = draft.step_id
-    rows.lane[slots] = draft.work
+    runs.put(rows.computed, after)
+    runs.add(rows.known, samples)
+    runs.add(rows.pending, 1)
+    runs.put(rows.last_step, draft.step_id)
+    runs.put(rows.lane, int(draft.work))
     filled: list[tuple[int, int]] = []
     if track_filled:
         full = np.flatnonzero(after[:num_decode] % block_size == 0)
@@ -146,6 +150,7 @@ def launch(draft: Draft, rows: RowTable, *, block_size: int, track_filled: bool)
         plan=plan,
         work=draft.work,
         sequences=rows.sequences_of(slots),
+        runs=runs,
         chunks=chunks,
         inserted={num_decode + index: node for index, node in draft.inserted.items()},
         filled=filled,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from aengine.batch import IntArray
+    from aengine.policy.runs import Runs
     from aengine.policy.sequence import Sequence
 
 
@@ -88,9 +89,9 @@ class RowTable:
         free: npt.NDArray[np.bool_] = (self.pending == 0) | (self.lane == lane)
         return free
 
-    def settle(self, slots: IntArray) -> None:
+    def settle(self, runs: Runs) -> None:
         """A launched step of these slots has settled."""
-        self.pending[slots] -= 1
+        runs.add(self.pending, -1)
         if self._leaving:
             still = [slot for slot in self._leaving if self.pending[slot]]
             self._free += [slot for slot in self._leaving if not self.pending[slot]]
@@ -123,6 +124,6 @@ class RowTable:
         """The sequences in these slots, which are taken."""
         return cast("list[Sequence]", list(map(self.sequences.__getitem__, slots.tolist())))
 
-    def tables_of(self, slots: IntArray, widest: int) -> IntArray:
-        """[len(slots), widest] copy of block tables."""
-        return self._tables[slots, :widest]
+    def tables_of(self, runs: Runs, widest: int) -> IntArray:
+        """[rows, widest] copy of block tables."""
+        return runs.take(self._tables, widest)

@@ -296,7 +296,7 @@ class Scheduler:
             raise ValueError(f"result of step {result.step_id}; in flight, in order, are {lane}")
         del self._in_flight[result.step_id]
         self._memory.pool.complete(result.step_id)
-        self._rows.settle(launched.plan.slots)
+        self._rows.settle(launched.runs)
         if result.errors and forget_unwritten(
             launched, self._in_flight.values(), result, self._memory.cache
         ):

@@ -7,6 +7,7 @@ inside a running loop too, and adds no second implementation.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from anyio.from_thread import start_blocking_portal
@@ -14,13 +15,14 @@ from anyio.from_thread import start_blocking_portal
 from aengine.engine.front import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from types import TracebackType
 
     from anyio.from_thread import BlockingPortal
 
     from aengine.engine.messages import Prompt
     from aengine.engine.stream import Stream
+    from aengine.errors import AEngineError
     from aengine.outputs import Chunk, EngineStats, RequestOutput
     from aengine.request import SamplingParams
 
@@ -93,6 +95,19 @@ class BlockingEngine:
                 yield chunk
         finally:
             stream.abort()
+
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput | AEngineError]:
+        """The answers to many prompts; arguments and errors as `Engine.generate_many`.
+
+        Callbacks run in the facade's helper thread.
+        """
+        many = partial(self._engine.generate_many, prompts, params, **options)
+        return self._running().call(many)
 
     def stats(self) -> EngineStats:
         """A snapshot, as `Engine.stats`."""

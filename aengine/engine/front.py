@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from aengine.config import EngineConfig
 from aengine.engine.channel import Channel
 from aengine.engine.loading import load_parts
+from aengine.engine.many import generate_many
 from aengine.engine.messages import Abort, AbortById, Close, Submit
 from aengine.engine.prompts import check_prompt
 from aengine.engine.runtime import CallerLoop, OwnLoop
@@ -22,14 +23,15 @@ from aengine.errors import EngineClosedError, InvalidRequestError
 from aengine.request import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
+    from aengine.engine.many import Advance
     from aengine.engine.messages import Prompt
     from aengine.engine.parts import EngineParts, PartsLoader
     from aengine.engine.runtime import Runtime
     from aengine.errors import AEngineError
-    from aengine.outputs import EngineStats
+    from aengine.outputs import EngineStats, RequestOutput
 
     Progress = Callable[[str, int, int], None]
 
@@ -232,6 +234,47 @@ class Engine:
         if not taken:
             raise service.closed_error()
         return Stream(channel)
+
+    async def generate_many(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        concurrency: int | None = None,
+        return_exceptions: bool = False,
+        on_progress: Advance | None = None,
+        progress: bool = False,
+        **options: Any,
+    ) -> list[RequestOutput | AEngineError]:
+        """The answers to many prompts, in the order of the prompts.
+
+        Waits where `generate` would raise `EngineOverloadedError`. Cancelling it drops every
+        request that has not finished.
+
+        Args:
+            prompts: each as for `generate`; taken from the iterable when there is room.
+            params: for all prompts, or a list with one for each.
+            concurrency: most requests at once; None: twice `max_num_seqs`.
+            return_exceptions: put the error of a prompt in the place of its answer. Otherwise the
+                first error ends the batch and is raised.
+            on_progress: called in this loop with (prompts done, prompts in all or None).
+            progress: show a bar on stderr.
+            options: `priority`, `deadline`, `cache_salt`, `request_id` of every request.
+
+        Raises:
+            InvalidRequestError: `concurrency` or `params` make no sense.
+            AEngineError: what a prompt raised, unless `return_exceptions`.
+        """
+        return await generate_many(
+            self,
+            prompts,
+            params,
+            concurrency=concurrency,
+            return_exceptions=return_exceptions,
+            on_progress=on_progress,
+            progress=progress,
+            options=options,
+        )
 
     def abort(self, request_id: str) -> None:
         """Drop every request with this label; unknown labels are ignored. From any thread."""

@@ -76,6 +76,11 @@ class CpuDevice:
     def adopt_loop(self) -> None:
         """Nothing to adopt: a CPU stream's thread wakes any loop in the same way."""
 
+    @property
+    def contended(self) -> bool:
+        """Not measured here."""
+        return False
+
     def lead(self, future: DeviceFuture[Any], /) -> float:
         """Nothing is predicted here."""
         return 0.0

@@ -151,10 +151,15 @@ class CudaDevice:
         assert isinstance(port, CudaPort)
         port.own = True
 
+    @property
+    def contended(self) -> bool:
+        """Whether getting the GIL back after a wait takes long."""
+        return self.clock.contention_ns > CONTENDED
+
     def lead(self, future: DeviceFuture[Any], /) -> float:
         """See `Device.lead`: from the stream's pace."""
         point, port = future.completion, self.reactor.port()
-        if self.clock.contention_ns > CONTENDED or not (isinstance(port, CudaPort) and port.own):
+        if self.contended or not (isinstance(port, CudaPort) and port.own):
             return 0.0
         end = point.predicted_end() if isinstance(point, CudaCompletion) else None
         return 0.0 if end is None else max(0.0, (end - time.perf_counter_ns()) / 1e9)

@@ -147,6 +147,11 @@ class FakeDevice:
     def adopt_loop(self) -> None:
         """Nothing to adopt: no wait of this device spins."""
 
+    @property
+    def contended(self) -> bool:
+        """Not measured here."""
+        return False
+
     def lead(self, future: DeviceFuture[Any], /) -> float:
         """Nothing is predicted here."""
         return 0.0

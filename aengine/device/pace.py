@@ -44,7 +44,7 @@ class WaitPolicy:
     spin_whole: int = 1_300 * MICROSECOND
     block_limit: int = 10 * MILLISECOND
     turn_interval: int = 2 * MILLISECOND
-    turn_interval_contended: int = 25 * MILLISECOND
+    turn_interval_contended: int = 50 * MILLISECOND
     polite_spin: int = 60 * MICROSECOND
     margin_least: int = 200 * MICROSECOND
     margin_share: float = 0.03

@@ -81,6 +81,11 @@ class Device(Protocol):
         """The running loop belongs to this device: a wait may block it while it spins, briefly."""
         ...
 
+    @property
+    def contended(self) -> bool:
+        """Whether other threads keep the interpreter so busy that this one waits for it."""
+        ...
+
     def lead(self, future: DeviceFuture[Any], /) -> float:
         """Seconds from now until the work behind `future` should be done; 0.0: nobody knows.
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aengine.device.protocols import Device
     from aengine.execute.launcher import Launcher
 
 logger = logging.getLogger("aengine")
@@ -18,12 +20,29 @@ logger = logging.getLogger("aengine")
 class Chores:
     """Does one piece at a time; nothing waits for it but the end of the engine.
 
+    A piece competes with the steps for the interpreter: so there is a pause after each, and none is
+    begun while the host program keeps the interpreter busy.
+
     Args:
         launcher: whose work it is.
+        device: knows how busy the interpreter is.
+        pause: seconds from one piece to the next.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, launcher: Launcher) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        device: Device,
+        *,
+        pause: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._launcher = launcher
+        self._device = device
+        self._pause = pause
+        self._clock = clock
+        self._next = 0.0
         self._pool: ThreadPoolExecutor | None = None
         self._running: asyncio.Future[None] | None = None
 
@@ -31,9 +50,12 @@ class Chores:
         """Begin with what has come up, if nothing is being done."""
         if self._running is not None and not self._running.done():
             return
+        if self._clock() < self._next or self._device.contended:
+            return
         chore = self._launcher.chore()
         if chore is None:
             return
+        self._next = self._clock() + self._pause
         if self._pool is None:
             # One thread for all of it: what a thread sets up for the device is kept by thread.
             self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="aengine-chores")

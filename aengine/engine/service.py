@@ -128,7 +128,7 @@ class EngineService:
             parts.device.adopt_loop()
         delayed = self._delayed = DelayedSampling(parts, lambda: _wake(inbox))
         self._core = EngineCore(parts, inbox, Outbox(loop), delayed, self.clock)
-        chores = self._chores = Chores(parts.launcher)
+        chores = self._chores = Chores(parts.launcher, parts.device)
         self._steps = StepLoop(
             parts,
             self._core,

@@ -135,7 +135,7 @@ def decode_sizes(max_rows: int) -> list[int]:
 
 def riding_sizes(max_rows: int) -> list[int]:
     """Decode row counts of graphs with chunks: the chunks' tokens outweigh what padding costs."""
-    return sorted({size for size in (8, 16, 32, 64, 128, 256) if size < max_rows} | {max_rows})
+    return sorted({size for size in (16, 64, 256) if size < max_rows} | {max_rows})
 
 
 def chunk_sizes(max_tokens: int) -> list[int]:

@@ -129,11 +129,10 @@ class StepGraphs:
         The largest come first, so that the others fit into the memory that these took.
         """
         width = self._widths[0]
-        riding = {self._riding_sizes[0], self._riding_sizes[-1]}
         mixed = [
             StepShape(rows, tokens, self._chunks, width, DRAWS)
             for tokens in coarse_chunk_sizes(self._chunk_sizes[-1])
-            for rows in riding
+            for rows in self._riding_sizes
         ]
         steady = [
             StepShape(rows, 0, 0, width, features)
@@ -158,11 +157,11 @@ class StepGraphs:
             self._chosen = {}
 
     def chore(self) -> Callable[[], None] | None:
-        """What steps have wished for since the last call, to be done in a thread; None: nothing."""
+        """The oldest wish of the steps, to be done in a thread; None: there is none."""
         if not self._wanted:
             return None
-        shapes = list(self._wanted)
-        return lambda: self.capture(shapes)
+        shape = next(iter(self._wanted))
+        return lambda: self.capture([shape])
 
     def replay(self, plan: StepPlan) -> DeviceFuture[StepOutput] | None:
         """Launch a step as a graph; None: it must run eagerly.

@@ -139,7 +139,7 @@ class LinearTile:
 def linear_tile(rows: int, inputs: int, outputs: int, gated: bool) -> LinearTile | None:
     """The tile for a launch; None: cuBLAS is at least as fast (measured)."""
     if rows == 1:
-        return LinearTile(outputs=2, inputs=1024, warps=4, plain=True)
+        return LinearTile(outputs=1, inputs=2048, warps=8, plain=True)
     if rows > MOST_ROWS or inputs > 8192:
         return None
     if gated or outputs > 65_536:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from aengine.errors import DeviceError, DeviceLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 NOT_READY = 600
 STREAM_NON_BLOCKING = 1
@@ -55,14 +55,33 @@ _SIGNATURES: dict[str, tuple[str, tuple[Any, ...]]] = {
     ),
     "graph_upload": ("cuGraphUpload", (_HANDLE, _HANDLE)),
     "graph_destroy": ("cuGraphExecDestroy", (_HANDLE,)),
+    "device_attribute": ("cuDeviceGetAttribute", (ctypes.POINTER(_INT), _INT, _INT)),
+    "device_name": ("cuDeviceGetName", (ctypes.c_char_p, _INT, _INT)),
+    "device_resource": ("cuDeviceGetDevResource", (_INT, _HANDLE, _INT)),
+    "resource_split": (
+        "cuDevSmResourceSplitByCount",
+        (_HANDLE, ctypes.POINTER(_UINT), _HANDLE, _HANDLE, _UINT, _UINT),
+    ),
+    "resource_desc": ("cuDevResourceGenerateDesc", (_OUT, _HANDLE, _UINT)),
+    "green_create": ("cuGreenCtxCreate", (_OUT, _HANDLE, _INT, _UINT)),
+    "green_stream": ("cuGreenCtxStreamCreate", (_OUT, _HANDLE, _UINT, _INT)),
     "host_alloc": ("cuMemHostAlloc", (_OUT, ctypes.c_size_t, _UINT)),
     "host_pointer": (
         "cuMemHostGetDevicePointer_v2",
         (ctypes.POINTER(ctypes.c_uint64), _HANDLE, _UINT),
     ),
 }
-_REPLACEABLE = frozenset({"stream_write", "graph_upload", "graph_destroy"})
-"""Functions without which there are no flags, or no graphs, and all else works."""
+GREEN = (
+    "device_attribute",
+    "device_name",
+    "device_resource",
+    "resource_split",
+    "resource_desc",
+    "green_create",
+    "green_stream",
+)
+_REPLACEABLE = frozenset({"stream_write", "graph_upload", "graph_destroy", *GREEN})
+"""Functions without which there are no flags, graphs or lanes, and all else works."""
 
 
 class Driver:
@@ -99,6 +118,8 @@ class Driver:
         self._contexts: dict[int, int] = {}
         self._pages: list[int] = []
         self._streams: dict[tuple[int, int], list[int]] = {}
+        self.idle_lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        """(device, decode's SMs) -> pairs of green-context streams that nobody uses now."""
 
     @property
     def can_write_flags(self) -> bool:
@@ -115,6 +136,20 @@ class Driver:
         if function is None:
             raise DeviceError(f"the CUDA driver has no {symbol}")
         return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+    def lacks(self, names: Iterable[str]) -> list[str]:
+        """Those of these functions that the driver does not have, by the driver's names."""
+        return [_SIGNATURES[name][0] for name in names if name not in self.calls]
+
+    def device(self, index: int) -> int:
+        """The driver's handle of a device.
+
+        Raises:
+            DeviceError: there is no such device.
+        """
+        device = ctypes.c_int()
+        self.do("device_get", ctypes.byref(device), index)
+        return device.value
 
     def name_of(self, code: int) -> str:
         """The driver's name of a result code."""
@@ -153,9 +188,7 @@ class Driver:
             DeviceError: there is no such device.
         """
         if index not in self._contexts:
-            device = ctypes.c_int()
-            self.do("device_get", ctypes.byref(device), index)
-            self._contexts[index] = self.make("context_retain", device.value)
+            self._contexts[index] = self.make("context_retain", self.device(index))
         return self._contexts[index]
 
     def take_page(self) -> int:

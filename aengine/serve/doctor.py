@@ -36,10 +36,16 @@ def _module(name: str, otherwise: str) -> str:
 def _torch() -> dict[str, str]:
     import torch
 
+    from aengine.device import green
+
+    lanes = str(green.probe())
     if not torch.cuda.is_available():
         reason = "built without CUDA" if torch.version.cuda is None else "no device or driver found"
-        return {"torch": torch.__version__, "cuda": f"not available: {reason}"}
+        return {"torch": torch.__version__, "cuda": f"not available: {reason}", "lanes": lanes}
     devices = ", ".join(
         torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
     )
-    return {"torch": torch.__version__, "cuda": f"{torch.version.cuda}: {devices}"}
+    if (queues := os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")) != "32":
+        # Read once by the driver, so it is for whoever starts the process to set.
+        lanes += f"; CUDA_DEVICE_MAX_CONNECTIONS is {queues}: with 32 no two lanes share a queue"
+    return {"torch": torch.__version__, "cuda": f"{torch.version.cuda}: {devices}", "lanes": lanes}

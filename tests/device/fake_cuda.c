@@ -27,7 +27,7 @@ typedef struct op {
 typedef struct stream {
     pthread_t thread;
     op *first, *last;
-    int running;
+    int running, priority, first_sm, sms;
     struct stream *next;
 } stream;
 
@@ -119,16 +119,91 @@ int cuCtxSetCurrent(uintptr_t c) { depth = 1; current[0] = c; return 0; }
 int cuCtxPushCurrent_v2(uintptr_t c) { current[depth++] = c; return 0; }
 int cuCtxPopCurrent_v2(uintptr_t *out) { *out = current[--depth]; return 0; }
 
+/* Streaming multiprocessors: a device's, and how they can be split. */
+static int device_sms = 132, sm_unit = 8, sm_minimum = 8, sm_refusal, has_priorities = 1;
+static const char *device_name = "Simulated GPU";
+static int green_contexts;
+
 int cuStreamCreateWithPriority(uintptr_t *out, unsigned flags, int priority) {
     (void)flags;
-    (void)priority;
     stream *s = calloc(1, sizeof *s);
+    s->priority = priority;
+    s->sms = device_sms;
     pthread_mutex_lock(&lock);
     s->next = streams;
     streams = s;
     pthread_mutex_unlock(&lock);
     pthread_create(&s->thread, NULL, work, s);
     *out = (uintptr_t)s;
+    return 0;
+}
+
+typedef struct resource {
+    int type;
+    unsigned char padding[92];
+    unsigned sms, first; /* the driver keeps its own data behind the count, and so does this */
+    unsigned char rest[40];
+} resource;
+
+typedef struct green {
+    unsigned sms, first;
+} green;
+
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    (void)device;
+    *value = attribute == 16 ? device_sms : attribute == 78 ? has_priorities : 0;
+    return 0;
+}
+
+int cuDeviceGetName(char *name, int size, int device) {
+    (void)device;
+    strncpy(name, device_name, (size_t)size);
+    return 0;
+}
+
+int cuDeviceGetDevResource(int device, resource *out, int type) {
+    (void)device;
+    if (sm_refusal) return sm_refusal;
+    memset(out, 0, sizeof *out);
+    out->type = type;
+    out->sms = (unsigned)device_sms;
+    return type == 1 ? 0 : 1;
+}
+
+int cuDevSmResourceSplitByCount(resource *groups, unsigned *count, const resource *from,
+                                resource *rest, unsigned flags, unsigned minimum) {
+    unsigned unit = (unsigned)sm_unit, least = (unsigned)sm_minimum;
+    unsigned sms = minimum < least ? least : minimum;
+    (void)flags;
+    sms = (sms + unit - 1) / unit * unit;
+    if (*count != 1 || sms > from->sms) return 914;
+    *groups = *rest = *from;
+    groups->sms = sms;
+    rest->first += sms;
+    rest->sms -= sms;
+    return 0;
+}
+
+int cuDevResourceGenerateDesc(uintptr_t *out, const resource *resources, unsigned count) {
+    if (count != 1 || !resources->sms) return 1;
+    green *g = malloc(sizeof *g);
+    *g = (green){resources->sms, resources->first};
+    *out = (uintptr_t)g;
+    return 0;
+}
+
+int cuGreenCtxCreate(uintptr_t *out, uintptr_t desc, int device, unsigned flags) {
+    (void)device;
+    green_contexts++;
+    *out = desc;
+    return flags == 1 ? 0 : 1;
+}
+
+int cuGreenCtxStreamCreate(uintptr_t *out, uintptr_t context, unsigned flags, int priority) {
+    int code = flags == 1 ? cuStreamCreateWithPriority(out, flags, priority) : 1;
+    if (code) return code;
+    ((stream *)*out)->first_sm = (int)((green *)context)->first;
+    ((stream *)*out)->sms = (int)((green *)context)->sms;
     return 0;
 }
 
@@ -219,6 +294,19 @@ int cuGetErrorName(int code, const char **name) {
 }
 
 /* What a test adds to the driver. */
+void fakeSms(int sms, int unit, int minimum, int refusal, int priorities, const char *name) {
+    device_sms = sms;
+    sm_unit = unit;
+    sm_minimum = minimum;
+    sm_refusal = refusal;
+    has_priorities = priorities;
+    device_name = name;
+}
+int fakeGreenContexts(void) { return green_contexts; }
+int fakeFirstSm(uintptr_t s) { return ((stream *)s)->first_sm; }
+int fakeNumSms(uintptr_t s) { return ((stream *)s)->sms; }
+int fakePriority(uintptr_t s) { return ((stream *)s)->priority; }
+int fakeDepth(void) { return depth; }
 int fakeKernel(uintptr_t s, uint64_t ns) { return push(s, KERNEL, ns, 0, 0); }
 int fakeFault(uintptr_t s) { return push(s, FAULT, 0, 0, 0); }
 void fakeHeal(void) {

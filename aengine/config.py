@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from aengine.errors import ConfigError
@@ -27,7 +27,7 @@ class SchedulerConfig:
         max_num_seqs: most sequences running at once (slots).
         max_num_batched_tokens: most tokens computed in one step (prefill chunks and decode rows).
         max_num_queued_requests, max_num_queued_tokens: bounds of the waiting queue; None: no bound.
-        block_size: tokens per KV block.
+        block_size: tokens per KV block; None: what suits the device (16 on a CPU, 64 on a GPU).
         enable_prefix_cache: keep the KV blocks of finished prompts for later requests.
         priority_ageing: seconds of waiting that count as one level of priority.
         max_steps_in_flight: steps launched before the oldest must have settled (at least 1).
@@ -37,7 +37,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 512
     max_num_queued_requests: int | None = 4096
     max_num_queued_tokens: int | None = None
-    block_size: int = 16
+    block_size: int | None = None
     enable_prefix_cache: bool = True
     priority_ageing: float = 10.0
     max_steps_in_flight: int = 2
@@ -48,7 +48,8 @@ class SchedulerConfig:
         for name in ("max_num_queued_requests", "max_num_queued_tokens"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        _at_least("block_size", self.block_size, 1, 4096)
+        if self.block_size is not None:
+            _at_least("block_size", self.block_size, 1, 4096)
         _positive("priority_ageing", self.priority_ageing)
         _at_least("max_steps_in_flight", self.max_steps_in_flight, 1, 8)
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -56,6 +57,15 @@ class SchedulerConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
                 f"max_num_seqs={self.max_num_seqs}: each running sequence needs one token a step"
             )
+
+    @property
+    def tokens_per_block(self) -> int:
+        """`block_size`, or its default on a CPU."""
+        return self.block_size or 16
+
+    def on_gpu(self) -> SchedulerConfig:
+        """The same with a GPU's defaults: its attention loads whole tiles of 64 positions."""
+        return self if self.block_size else replace(self, block_size=64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -214,7 +214,6 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             max_model_len=8192,
             max_num_seqs=256,
             max_num_batched_tokens=args.batched_tokens,
-            block_size=64,
             enable_prefix_cache=False,
             kv_cache_fraction=0.8,
             cuda_graphs=not args.eager,

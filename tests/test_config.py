@@ -56,3 +56,11 @@ def test_flat_options_find_their_part() -> None:
     assert config.scheduler == SchedulerConfig(max_num_seqs=3)
     assert config.kv_cache == KVCacheConfig(fraction=0.25)
     assert config.device == "cpu"
+
+
+def test_the_block_size_suits_the_device_unless_it_is_given() -> None:
+    assert SchedulerConfig().tokens_per_block == 16
+    assert SchedulerConfig().on_gpu().tokens_per_block == 64
+    given = SchedulerConfig(block_size=32, max_num_seqs=3)
+    assert given.on_gpu() == given
+    assert SchedulerConfig(max_num_seqs=3).on_gpu().max_num_seqs == 3

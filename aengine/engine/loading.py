@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from aengine.device.cpu import CpuDevice
@@ -73,6 +73,7 @@ async def load_parts(
                     raise error.__cause__ from error.__cause__.__cause__
                 raise
         else:
+            config = replace(config, scheduler=config.scheduler.on_gpu())
             device = gpu = CudaDevice(index, trace=trace)
             stream = lane = device.stream("forward")
             loop = asyncio.get_running_loop()

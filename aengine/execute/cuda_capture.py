@@ -118,12 +118,12 @@ def capture_common(
     limits = {
         "max_rows": config.max_num_seqs,
         "max_tokens": config.max_num_batched_tokens,
-        "max_blocks": -(-model.max_model_len // config.block_size),
+        "max_blocks": -(-model.max_model_len // config.tokens_per_block),
     }
     program = StepProgram(
         model.forward,
         model.sampler,
-        block_size=config.block_size,
+        block_size=config.tokens_per_block,
         largest=largest_shape(**limits),
         max_context_len=model.max_model_len,
     )
@@ -133,7 +133,7 @@ def capture_common(
             model.sampler,
             lambda: PinnedStaging(program.packed.numel(), program.result.numel()),
             in_flight=config.max_steps_in_flight,
-            block_size=config.block_size,
+            block_size=config.tokens_per_block,
             **limits,
         )
         shapes = graphs.common_shapes()

@@ -77,7 +77,7 @@ def load_model(config: EngineConfig, files: LoadedFiles, device: torch.device) -
     network = decoder_spec(files.config, wanted or longest)
     mode = _native_mode(config, files, network, device, wanted or longest)
     dtype = torch.float32 if mode is not None else _dtype(config, files, device)
-    spec = KVCacheSpec.of(files.config, block_size=config.scheduler.block_size, dtype=dtype)
+    spec = KVCacheSpec.of(files.config, block_size=config.scheduler.tokens_per_block, dtype=dtype)
     bind: Callable[[list[KVLayer]], Forward]
     if mode is not None and files.weights is not None:
         native = NativeModel(native_spec(network, mode, _threads(config)), files.weights)
@@ -105,7 +105,7 @@ def load_model(config: EngineConfig, files: LoadedFiles, device: torch.device) -
         device=device,
         kernels=_sampling_kernels(device),
     )
-    builder = InputBuilder(block_size=config.scheduler.block_size, device=device)
+    builder = InputBuilder(block_size=config.scheduler.tokens_per_block, device=device)
     return LoadedModel(
         runner=ModelRunner(forward, sampler, builder),
         forward=forward,

@@ -35,7 +35,7 @@ class WaitingQueue:
 
     def __init__(self, config: SchedulerConfig, *, num_blocks: int, max_model_len: int) -> None:
         self._config = config
-        self._capacity = num_blocks * config.block_size
+        self._capacity = num_blocks * config.tokens_per_block
         self._num_blocks = num_blocks
         self._max_model_len = max_model_len
         self._heap: list[tuple[tuple[float, int], Sequence]] = []
@@ -87,7 +87,7 @@ class WaitingQueue:
                 request_id=label,
             )
         if tokens > self._capacity:
-            size = self._config.block_size
+            size = self._config.tokens_per_block
             raise InvalidRequestError(
                 f"the prompt has {tokens} tokens and needs {-(-tokens // size)} KV blocks of "
                 f"{size}, but the whole pool has {self._num_blocks} ({self._capacity} tokens): "

@@ -54,12 +54,14 @@ class Scheduler:
         self._config = config
         self._memory = KVMemory(
             num_blocks=num_blocks,
-            block_size=config.block_size,
+            block_size=config.tokens_per_block,
             enable_prefix_cache=config.enable_prefix_cache,
         )
         self._queue = WaitingQueue(config, num_blocks=num_blocks, max_model_len=max_model_len)
-        widest = min(num_blocks, -(-max_model_len // config.block_size))
-        self._rows = RowTable(config.max_num_seqs, block_size=config.block_size, widest=widest)
+        widest = min(num_blocks, -(-max_model_len // config.tokens_per_block))
+        self._rows = RowTable(
+            config.max_num_seqs, block_size=config.tokens_per_block, widest=widest
+        )
         self._pressure = MemoryPressure(self._memory, self._rows, self._preempt)
         self._live: dict[int, Sequence] = {}
         self._prefilling: list[Sequence] = []
@@ -272,7 +274,7 @@ class Scheduler:
         launched = launch(
             draft,
             self._rows,
-            block_size=self._config.block_size,
+            block_size=self._config.tokens_per_block,
             track_filled=self._memory.cache.enabled,
         )
         self._next_step += 1

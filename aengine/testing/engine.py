@@ -86,7 +86,7 @@ def scripted(
                 script or arithmetic_script(256),
                 vocab_size=tokenizer.vocab_size,
                 num_blocks=num_blocks,
-                block_size=settings.block_size,
+                block_size=settings.tokens_per_block,
                 max_num_seqs=settings.max_num_seqs,
                 faults=faults,
             ),

@@ -175,7 +175,7 @@ class EngineCore:
             )
             self._by_channel.setdefault(channel, set()).add(request.seq_id)
             if message.matchers:
-                self._delayed.attach(request.seq_id, message.matchers[request.index])
+                self._delayed.attach(request, message.matchers[request.index])
         self._prompt_tokens += len(message.requests[0].prompt_token_ids)
 
     # -- requests out --------------------------------------------------------------------------

@@ -8,13 +8,15 @@ that the others go on, and come back when their masks are there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -25,8 +27,13 @@ if TYPE_CHECKING:
     from aengine.execute.launcher import StepOutput
     from aengine.grammar.protocol import GrammarMatcher
     from aengine.policy.scheduler import RowUpdate
+    from aengine.request import Request
 
     Bitmask = npt.NDArray[np.int32]
+
+
+SHORTEST_JUMP = 4
+"""Forced tokens that are worth a step in which the row does not overlap."""
 
 
 class DelayedSampling:
@@ -45,22 +52,39 @@ class DelayedSampling:
         self._wake = wake
         self._patience = mask_patience
         self._matchers: dict[int, GrammarMatcher] = {}
+        self._may_jump: set[int] = set()
+        self._jumping: dict[int, int] = {}
+        """Sequences held for a jump -> the step whose token comes before it."""
         self._ready: dict[int, Bitmask] = {}
         self._late: set[asyncio.Task[None]] = set()
         self._faults: list[tuple[int, GenerationError]] = []
 
-    def attach(self, seq_id: int, matcher: GrammarMatcher) -> None:
+    def attach(self, request: Request, matcher: GrammarMatcher) -> None:
         """This sequence is constrained by `matcher` from its first token on."""
-        self._matchers[seq_id] = matcher
+        self._matchers[request.seq_id] = matcher
+        params = request.params
+        # A forced token has no log-probability, and behind a stop string there must be none.
+        if params.logprobs is None and not params.stop:
+            self._may_jump.add(request.seq_id)
 
     def detach(self, seq_id: int) -> None:
         """The sequence is over: nothing of its grammar stays alive."""
         self._matchers.pop(seq_id, None)
         self._ready.pop(seq_id, None)
+        self._jumping.pop(seq_id, None)
+        self._may_jump.discard(seq_id)
 
-    def advance(self, updates: Sequence[RowUpdate]) -> list[RowUpdate]:
-        """Move the matchers on by the tokens that arrived, and report those that failed."""
-        return [self._advance(update) for update in updates]
+    def advance(self, updates: Sequence[RowUpdate], step_id: int) -> list[RowUpdate]:
+        """Move the matchers on by the tokens of a settled step, jump where nothing is left to
+        choose, and report the rows that failed."""
+        advanced = [self._advance(update) for update in updates]
+        if self._jumping:
+            landing = {seq_id for seq_id, step in self._jumping.items() if step == step_id}
+            advanced = [self._jump(u) if u.seq_id in landing else u for u in advanced]
+            for seq_id in landing:
+                del self._jumping[seq_id]
+                self._parts.scheduler.unhold(seq_id)
+        return advanced
 
     def _advance(self, update: RowUpdate) -> RowUpdate:
         matcher = self._matchers.get(update.seq_id)
@@ -72,6 +96,26 @@ class DelayedSampling:
         except Exception as error:  # one row's matcher ends that row alone (law 9)
             return replace(update, error=error)
         return update
+
+    def _jump(self, update: RowUpdate) -> RowUpdate:
+        """Append the tokens that must follow, if the row goes on."""
+        matcher = self._matchers.get(update.seq_id)
+        if matcher is None or update.error is not None or update.finish_reason is not None:
+            return update
+        request = update.request
+        try:
+            forced = matcher.forced_tokens()
+            ends = frozenset(request.params.stop_token_ids)
+            ends |= frozenset() if request.params.ignore_eos else request.end_token_ids
+            # What ends the answer is sampled, like any other end.
+            tokens = tuple(itertools.takewhile(lambda token: token not in ends, forced))
+            if not self._parts.scheduler.append_forced(update.seq_id, tokens):
+                return update
+            for token in tokens:
+                matcher.advance(token)
+        except Exception as error:
+            return replace(update, error=error)
+        return replace(update, token_ids=update.token_ids + tokens)
 
     def take_faults(self) -> list[tuple[int, GenerationError]]:
         """The sequences whose masks failed since the last call, and why."""
@@ -96,10 +140,23 @@ class DelayedSampling:
                 missing[row] = matcher
         if missing:
             masks |= await self._fill(plan, missing)
+        self._look_for_jumps(plan, masks.keys())
         rows = sorted(masks)
         words = -(-self._parts.launcher.vocab_size // 32)
         stacked = [masks[row] for row in rows]
         return rows, np.stack(stacked) if stacked else np.zeros((0, words), dtype=np.int32)
+
+    def _look_for_jumps(self, plan: StepPlan, rows: Collection[int]) -> None:
+        """Hold the rows that have no choice for several tokens: after the token of this step the
+        rest is appended, which takes one forward instead of one for each."""
+        for row in rows:
+            seq_id = plan.seq_ids[row]
+            if seq_id not in self._may_jump:
+                continue
+            with contextlib.suppress(Exception):  # it will say so again when it is asked to go on
+                if len(self._matchers[seq_id].forced_tokens()) >= SHORTEST_JUMP:
+                    self._parts.scheduler.hold(seq_id)
+                    self._jumping[seq_id] = plan.step_id
 
     async def _fill(
         self, plan: StepPlan, missing: Mapping[int, GrammarMatcher]

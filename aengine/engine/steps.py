@@ -171,7 +171,7 @@ class StepLoop:
             result = failed(step.plan, error)
         self._steps.popleft()
         updates = self._scheduler.update(result, self._clock())
-        self._core.settle(self._delayed.advance(updates))
+        self._core.settle(self._delayed.advance(updates, step.plan.step_id))
 
     def _take_messages(self) -> None:
         for message in self._inbox.take():

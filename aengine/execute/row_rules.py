@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from aengine.errors import GenerationError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aengine.execute.sampler_state import Extras, SlotTable
     from aengine.request import LogitsProcessor
 
@@ -77,6 +80,21 @@ def _call(processor: LogitsProcessor, extras: Extras, logits_V: torch.Tensor) ->
 
 def _name(processor: LogitsProcessor) -> str:
     return getattr(processor, "__qualname__", type(processor).__qualname__)
+
+
+def remember_forced(table: SlotTable, slot: int, token_ids: Sequence[int]) -> None:
+    """Note tokens that the slot was given without a sample."""
+    extras = table.extras.get(slot)
+    if extras is None:
+        return
+    if extras.sequences is not None:
+        for token in token_ids:
+            extras.sequences.push(table.upload(np.array([token], dtype=np.int64)))
+    if extras.processors:
+        if extras.unread is not None:
+            extras.history.append(int(extras.unread))
+            extras.unread = None
+        extras.history.extend(token_ids)
 
 
 def remember(table: SlotTable, slot: int, token_1: torch.Tensor) -> None:

@@ -131,6 +131,8 @@ class ModelRunner:
         for init in plan.slot_inits:
             self._requests[init.slot] = init.request
             self._sampler.admit(init)
+        for forced in plan.forced:
+            self._sampler.force(forced)
         batch = self._builder.build(plan, self._sampler.future_map)
         logits = self._forward(batch)
         sampling = np.flatnonzero(plan.samples)

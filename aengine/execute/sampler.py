@@ -22,7 +22,7 @@ import torch
 
 from aengine.errors import GenerationError
 from aengine.execute.logprobs import start_host_copy, token_logprobs
-from aengine.execute.row_rules import apply_rules, remember, run_processors
+from aengine.execute.row_rules import apply_rules, remember, remember_forced, run_processors
 from aengine.execute.sampler_state import SamplerFeature, SlotTable
 from aengine.kernels import sampling, sampling_cpu
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from aengine.batch import SlotInit, TokenLogprobs
+    from aengine.batch import ForcedTokens, SlotInit, TokenLogprobs
     from aengine.execute.logprobs import LogprobTensors
     from aengine.kernels.sampling import SamplingKernels
     from aengine.request import Request
@@ -173,6 +173,11 @@ class Sampler:
         # Lists: an index array would let go of the GIL (see `policy.runs`).
         flags = self.table.flags.tolist()
         return SamplerFeature(functools.reduce(operator.or_, [flags[s] for s in slots.tolist()], 0))
+
+    def force(self, forced: ForcedTokens) -> None:
+        """Take note of tokens that a slot was given without a sample: before its next one."""
+        self.table.count_forced(forced.slot, forced.token_ids)
+        remember_forced(self.table, forced.slot, forced.token_ids)
 
     def request_ids(self, slots: Ints) -> list[str]:
         """The labels of the requests that have these slots now."""

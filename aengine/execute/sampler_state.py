@@ -212,6 +212,12 @@ class SlotTable:
         generated = self._ids(outputs)
         row.index_add_(0, generated, torch.full_like(generated, 2, dtype=row.dtype))
 
+    def count_forced(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Count tokens that the slot was given without a sample, if it counts."""
+        if self.flags[slot] & SamplerFeature.PENALTIES:
+            ids = self._ids(token_ids)
+            self.seen[slot].index_add_(0, ids, torch.full_like(ids, 2, dtype=self.seen.dtype))
+
     def _ids(self, tokens: Iterable[int]) -> torch.Tensor:
         ids = np.array([t for t in tokens if t < self.vocab_size], dtype=np.int64)
         return self.upload(ids)

@@ -1,4 +1,4 @@
-"""`Grammars`: the grammar room as the engine awaits it. Built when the first request needs it."""
+"""`Grammars`: the grammar room as the engine awaits it."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ class Grammars:
         self._pool = ThreadPoolExecutor(1, "aengine-masks")
         self._compiler: GrammarCompiler | None = None
         self._cache: GrammarCache | None = None
+
+    def prepare(self) -> None:
+        """Build the library's tokenizer in the background.
+
+        It holds the GIL for 0.1 to 0.3 s, so the time for it is while the engine starts. A failure
+        comes up at the first request that needs it.
+        """
+        self._pool.submit(self._build)
 
     async def matcher(self, structured: StructuredOutput) -> GrammarMatcher:
         """A matcher at the beginning of this grammar; compiles it if it is not kept.

@@ -57,9 +57,14 @@ async def load_parts(
     """
     text_thread = TextThread("aengine-text")
     device: Device | None = None
+    grammars: Grammars | None = None
     stream: Stream
     try:
         files = await text_thread.run(_open, config, on_progress)
+        grammars = Grammars(
+            files.tokenizer, files.end_token_ids, vocab_size=files.config.vocab_size
+        )
+        grammars.prepare()
         index = await text_thread.run(_cuda_index, config.device)
         trace = None if config.trace is None else Trace()
         on_progress("load", 0, 1)
@@ -84,6 +89,8 @@ async def load_parts(
         on_progress("load", 1, 1)
     except BaseException:
         text_thread.close()
+        if grammars is not None:
+            grammars.close()
         if device is not None:
             device.close()
         raise
@@ -102,7 +109,7 @@ async def load_parts(
         text_thread=text_thread,
         trace=trace,
         trace_path=config.trace,
-        grammars=Grammars(files.tokenizer, files.end_token_ids, vocab_size=model.runner.vocab_size),
+        grammars=grammars,
     )
 
 

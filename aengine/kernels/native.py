@@ -275,15 +275,16 @@ class NativeModel:
             ValueError: an index or a size is out of range; nothing was computed.
             RuntimeError: another thread is computing a step of this model.
         """
-        arrays: list[npt.NDArray[Any]] = [
-            np.ascontiguousarray(token_ids, dtype=np.int64),
-            np.ascontiguousarray(positions, dtype=np.int64),
-            np.ascontiguousarray(slot_mapping, dtype=np.int64),
-            np.ascontiguousarray(logit_index, dtype=np.int64),
-            np.ascontiguousarray(query_start, dtype=np.int32),
-            np.ascontiguousarray(block_tables, dtype=np.int32),
+        arrays = [
+            _indices("token_ids", token_ids, np.int64),
+            _indices("positions", positions, np.int64),
+            _indices("slot_mapping", slot_mapping, np.int64),
+            _indices("logit_index", logit_index, np.int64),
+            _indices("query_start", query_start, np.int32),
+            _indices("block_tables", block_tables, np.int32, ndim=2),
         ]
-        self._check(arrays, context_lens, num_blocks, block_size, out)
+        lengths = _indices("context_lens", context_lens, np.int32)
+        self._check(arrays, lengths, num_blocks, block_size, out)
         tokens, rows = len(arrays[0]), len(arrays[4]) - 1
         addresses = [array.ctypes.data for array in arrays]
         self._module.forward(
@@ -302,7 +303,7 @@ class NativeModel:
     def _check(
         self,
         arrays: Sequence[npt.NDArray[Any]],
-        context_lens: npt.NDArray[np.int32],
+        context_lens: npt.NDArray[Any],
         num_blocks: int,
         block_size: int,
         out: npt.NDArray[np.float32],
@@ -310,15 +311,15 @@ class NativeModel:
         """Everything that the C loop follows without looking."""
         ids, positions, slots, index, starts, tables = arrays
         tokens, rows = len(ids), len(starts) - 1
-        spans = np.diff(starts)
         ok = (
-            tokens > 0
+            num_blocks > 0
+            and block_size > 0
+            and tokens > 0
             and len(positions) == len(slots) == tokens
             and rows > 0
             and starts[0] == 0
             and starts[-1] == tokens
-            and bool((spans > 0).all())
-            and tables.ndim == 2
+            and bool((starts[1:] > starts[:-1]).all())  # a difference could wrap around
             and len(tables) == rows == len(context_lens)
             and _within(ids, self.spec.vocab_size)
             and _within(slots, num_blocks * block_size)
@@ -333,8 +334,27 @@ class NativeModel:
             out.shape != (len(index), self.spec.vocab_size)
             or out.dtype != np.float32
             or not out.flags.c_contiguous
+            or not out.flags.writeable
         ):
-            raise ValueError(f"out is [{len(index)}, {self.spec.vocab_size}] float32, contiguous")
+            raise ValueError(
+                f"out is {list(out.shape)} {out.dtype}; it must be "
+                f"[{len(index)}, {self.spec.vocab_size}] float32, contiguous and writeable"
+            )
+
+
+def _indices(
+    name: str, values: npt.NDArray[Any], dtype: type[np.signedinteger[Any]], *, ndim: int = 1
+) -> npt.NDArray[Any]:
+    """`values` as contiguous integers of the width that the C loop reads; none of them wrapped."""
+    if values.ndim != ndim or values.dtype.kind not in "iu":
+        raise ValueError(
+            f"{name} is {list(values.shape)} {values.dtype}; it must be integers of {ndim} "
+            f"dimension{'s' if ndim > 1 else ''}"
+        )
+    narrow = np.ascontiguousarray(values, dtype=dtype)
+    if narrow.dtype != values.dtype and not np.array_equal(narrow, values):
+        raise ValueError(f"{name} is out of range for {np.dtype(dtype)}: {int(values.max())}")
+    return narrow
 
 
 def _within(values: npt.NDArray[Any], stop: int) -> bool:

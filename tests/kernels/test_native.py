@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import pytest
 import torch
 
@@ -129,68 +128,6 @@ def test_a_rows_result_is_the_same_bits_in_any_batch_and_chunking(
     for sequence, found in zip(sequences, together, strict=True):
         (alone,) = run(bound(files, reference, mode, threads=1), [sequence], [256])
         assert torch.equal(found, alone)
-
-
-def arguments(**changes: Any) -> dict[str, Any]:
-    """A valid step of two tokens."""
-    layer = np.zeros((3, 4, 3, 64), dtype=np.float32)
-    step = {
-        "token_ids": np.array([5, 6]),
-        "positions": np.array([0, 1]),
-        "slot_mapping": np.array([4, 5]),
-        "query_start": np.array([0, 2], dtype=np.int32),
-        "context_lens": np.array([2], dtype=np.int32),
-        "block_tables": np.array([[1]], dtype=np.int32),
-        "logit_index": np.array([1]),
-        "keys": [layer.ctypes.data] * 30,
-        "values": [layer.ctypes.data] * 30,
-        "num_blocks": 3,
-        "block_size": 4,
-        "out": np.full((1, 49152), np.nan, dtype=np.float32),
-    }
-    return step | {"_alive": layer} | changes
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"token_ids": np.array([5, 49152])},
-        {"token_ids": np.array([-1, 5])},
-        {"token_ids": np.array([5])},
-        {"positions": np.array([0, 4])},
-        {"slot_mapping": np.array([4, 12])},
-        {"block_tables": np.array([[3]], dtype=np.int32)},
-        {"block_tables": np.array([[-1]], dtype=np.int32)},
-        {"logit_index": np.array([2])},
-        {"query_start": np.array([0, 3], dtype=np.int32)},
-        {"query_start": np.array([0], dtype=np.int32)},
-        {"context_lens": np.array([9], dtype=np.int32)},
-        {"out": np.zeros((2, 49152), dtype=np.float32)},
-        {"out": np.zeros((1, 49152))},
-        {"keys": [1]},
-    ],
-)
-def test_a_step_out_of_range_is_refused(
-    changes: dict[str, Any], files: LoadedFiles, reference: CausalLM
-) -> None:
-    model = bound(files, reference, "float32")._model
-    step = arguments(**changes)
-    alive = step.pop("_alive")
-    with pytest.raises(ValueError, match=r"range|float32|address"):
-        model.forward(**step)
-    good = arguments()
-    alive = good.pop("_alive")
-    model.forward(**good)
-    assert np.isfinite(good["out"]).all()
-    del alive
-
-
-def test_an_instruction_set_that_is_not_here_is_named(
-    files: LoadedFiles, reference: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AENGINE_CPU_ISA", "sse9")
-    with pytest.raises(ConfigError, match="sse9"):
-        bound(files, reference, "float32")
 
 
 @pytest.mark.parametrize("size", [8, 16, 48])

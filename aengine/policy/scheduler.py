@@ -52,16 +52,15 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, *, num_blocks: int, max_model_len: int) -> None:
         self._config = config
+        block_size = config.tokens_per_block
         self._memory = KVMemory(
             num_blocks=num_blocks,
-            block_size=config.tokens_per_block,
+            block_size=block_size,
             enable_prefix_cache=config.enable_prefix_cache,
         )
         self._queue = WaitingQueue(config, num_blocks=num_blocks, max_model_len=max_model_len)
-        widest = min(num_blocks, -(-max_model_len // config.tokens_per_block))
-        self._rows = RowTable(
-            config.max_num_seqs, block_size=config.tokens_per_block, widest=widest
-        )
+        widest = min(num_blocks, -(-max_model_len // block_size))
+        self._rows = RowTable(config.max_num_seqs, block_size=block_size, widest=widest)
         self._pressure = MemoryPressure(self._memory, self._rows, self._preempt)
         self._live: dict[int, Sequence] = {}
         self._prefilling: list[Sequence] = []

@@ -10,6 +10,7 @@
     │   └── DeviceLostError                 .step_id; the device's context is gone, for good
     ├── EngineClosedError                   use after aclose()
     ├── EngineDeadError                     .cause; the step loop died
+    ├── EngineStateError                    not possible now: the engine is asleep, paused, ...
     ├── EngineOverloadedError               .retry_after; the queue's bound is reached
     ├── GrammarTimeoutError (TimeoutError)  a grammar took too long to compile
     └── RequestError                        .request_id
@@ -116,6 +117,13 @@ class EngineDeadError(AEngineError):
     def __init__(self, message: str = "", *, cause: BaseException | None = None) -> None:
         super().__init__(message)
         self.cause = cause
+
+
+class EngineStateError(AEngineError):
+    """The engine runs, but cannot do this now (it is asleep, or paused with requests)."""
+
+    code = "wrong_state"
+    status_code = 409
 
 
 class EngineOverloadedError(AEngineError):

@@ -15,11 +15,12 @@ from aengine.engine.channel import Channel
 from aengine.engine.loading import load_parts
 from aengine.engine.many import generate_many
 from aengine.engine.messages import Abort, AbortById, Close, Submit
+from aengine.engine.operable import Operable
 from aengine.engine.prompts import check_prompt
 from aengine.engine.runtime import CallerLoop, OwnLoop
 from aengine.engine.service import EngineService, EngineState
 from aengine.engine.stream import Stream
-from aengine.errors import EngineClosedError, InvalidRequestError
+from aengine.errors import EngineClosedError, EngineStateError, InvalidRequestError
 from aengine.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,15 +39,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Whether an engine can serve. `heartbeat_age`: seconds since the step loop came round."""
+    """Whether an engine can serve.
+
+    `state`: "new", "starting", "running", "closing", "closed" or "dead". `alive`: it takes
+    requests; while it is `paused` they wait, while it is `asleep` it refuses them.
+    `heartbeat_age`: seconds since the step loop came round. An idle engine comes round every
+    second, a busy one with every step: an old heartbeat means a device or a loop that hangs.
+    """
 
     state: str
     alive: bool
+    paused: bool = False
+    asleep: bool = False
     heartbeat_age: float | None = None
     error: str | None = None
 
 
-class Engine:
+class Engine(Operable):
     """A language model inside this process, spoken to with asyncio.
 
     ::
@@ -203,11 +212,14 @@ class Engine:
         Raises:
             InvalidRequestError: what can be rejected at once (the rest is raised by the stream).
             EngineClosedError, EngineDeadError: the engine takes no requests.
+            EngineStateError: the engine is asleep.
             RuntimeError: no event loop is running; see `aengine.BlockingEngine`.
         """
         service = self._service
         if service.state is not EngineState.RUNNING:
             raise service.closed_error()
+        if service.asleep:
+            raise EngineStateError("the engine is asleep: wake() it")
         if service.pid != os.getpid():
             raise EngineClosedError("an engine does not survive a fork: make one in this process")
         check_prompt(prompt)
@@ -297,6 +309,8 @@ class Engine:
         return Health(
             state=service.state.value,
             alive=service.state is EngineState.RUNNING,
+            paused=service.paused,
+            asleep=service.asleep,
             heartbeat_age=service.heartbeat_age(),
             error=None if service.death is None else repr(service.death),
         )

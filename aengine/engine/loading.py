@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from aengine.device.cuda_stream import CudaStream
     from aengine.device.protocols import Device, Stream
     from aengine.execute.loader import LoadedModel
+    from aengine.execute.model_memory import LoadedMemory
     from aengine.model.chat import ChatTemplate
     from aengine.model.files import LoadedFiles
     from aengine.model.tokenizer import Tokenizer
@@ -100,6 +101,7 @@ async def load_parts(
             config.scheduler, num_blocks=model.num_blocks, max_model_len=model.max_model_len
         ),
         launcher=model.runner,
+        memory=_memory(config, files, model, index),
         device=device,
         forward_stream=stream,
         codec=Codec(files.tokenizer, files.chat),
@@ -111,6 +113,17 @@ async def load_parts(
         trace_path=config.trace,
         grammars=grammars,
     )
+
+
+def _memory(
+    config: EngineConfig, files: LoadedFiles, model: LoadedModel, index: int | None
+) -> LoadedMemory:
+    import torch
+
+    from aengine.execute.model_memory import LoadedMemory
+
+    device = torch.device("cpu") if index is None else torch.device("cuda", index)
+    return LoadedMemory(config, files, model, device)
 
 
 def _open(config: EngineConfig, on_progress: Callable[[str, int, int], None]) -> LoadedFiles:

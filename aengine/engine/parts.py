@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -35,6 +35,8 @@ class EngineParts:
     max_model_len: int
     text_thread: TextThread
     grammars: Grammars
+    memory: ModelMemory | None = None
+    """What `sleep` and `update_weights` work on; a scripted model has none."""
     trace: Trace | None = None
     trace_path: str | None = None
 
@@ -55,6 +57,38 @@ class EngineParts:
         self.device.close()
         if self.trace is not None and self.trace_path is not None:
             self.trace.write(self.trace_path)
+
+
+class ModelMemory(Protocol):
+    """A model's KV cache and weights. All but `read` run on the forward stream, between steps."""
+
+    def free_kv(self) -> None:
+        """Give the KV cache's memory back."""
+        ...
+
+    def make_kv(self) -> None:
+        """Make the KV cache again, as large as it was."""
+        ...
+
+    def read(self, model: str, /) -> Any:
+        """Open other weights of the same network; changes nothing. In a thread.
+
+        Raises:
+            ModelLoadError: there are none, or they are another network's.
+        """
+        ...
+
+    def load(self, files: Any, /) -> Any:
+        """Load what `read` opened beside the weights in use; changes nothing.
+
+        Raises:
+            ModelLoadError: tensors are missing, unexpected or misshapen.
+        """
+        ...
+
+    def use(self, weights: Any, /) -> None:
+        """Compute with what `load` returned from the next step on."""
+        ...
 
 
 class PartsLoader(Protocol):

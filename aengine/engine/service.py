@@ -20,13 +20,15 @@ from aengine.engine.chores import Chores
 from aengine.engine.core import EngineCore
 from aengine.engine.delayed import DelayedSampling
 from aengine.engine.delivery import Outbox
+from aengine.engine.gate import Gate
 from aengine.engine.inbox import Inbox
+from aengine.engine.lifecycle import Lifecycle
 from aengine.engine.messages import Call, Wake
 from aengine.engine.steps import StepLoop
 from aengine.errors import EngineClosedError, EngineDeadError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from aengine.config import EngineConfig
     from aengine.engine.messages import Close, Message
@@ -81,6 +83,8 @@ class EngineService:
         self._delayed: DelayedSampling | None = None
         self._chores: Chores | None = None
         self._core: EngineCore | None = None
+        self._gate: Gate | None = None
+        self._lifecycle: Lifecycle | None = None
 
     async def main(self) -> None:
         """Load, serve until closed or dead, give everything back."""
@@ -104,7 +108,11 @@ class EngineService:
             self._die(error)
         finally:
             self._refuse_leftovers()
-            self._core = self._steps = self.parts = None
+            lifecycle, self._lifecycle = self._lifecycle, None
+            if lifecycle is not None:
+                await lifecycle.aclose()
+                del lifecycle
+            self._core = self._steps = self._gate = self.parts = None
             delayed, self._delayed = self._delayed, None
             if delayed is not None:
                 await delayed.aclose()
@@ -129,12 +137,15 @@ class EngineService:
         delayed = self._delayed = DelayedSampling(parts, lambda: _wake(inbox))
         self._core = EngineCore(parts, inbox, Outbox(loop), delayed, self.clock)
         chores = self._chores = Chores(parts.launcher, parts.device)
+        gate = self._gate = Gate(self._core, parts.scheduler)
+        self._lifecycle = Lifecycle(parts, self._core, gate, lambda: _wake(inbox))
         self._steps = StepLoop(
             parts,
             self._core,
             inbox,
             delayed,
             chores,
+            gate,
             self.clock,
             max_steps_in_flight=self.config.scheduler.max_steps_in_flight,
         )
@@ -180,6 +191,8 @@ class EngineService:
             return error
         if self.state in (EngineState.NEW, EngineState.STARTING):
             return EngineClosedError("the engine is not started: use 'async with' or start()")
+        if self.state is EngineState.CLOSING:
+            return EngineClosedError("the engine is closing")
         return EngineClosedError("the engine is closed")
 
     def post(self, message: Message) -> bool:
@@ -198,6 +211,8 @@ class EngineService:
     def ask_close(self, close: Close) -> None:
         """End the engine; also while it is still loading, which then ends first."""
         self._close = close
+        if self.state is EngineState.RUNNING:
+            self.state = EngineState.CLOSING
         self.post(close)
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
@@ -206,6 +221,36 @@ class EngineService:
         if not self.post(Call(function, future)):
             future.set_exception(self.closed_error())
         return future
+
+    def perform(self, operation: Callable[[Lifecycle], Coroutine[Any, Any, None]]) -> Future[None]:
+        """Begin an operation on the loop, between two steps. Cancelling the future cancels it."""
+        outcome: Future[None] = Future()
+
+        def begin() -> None:
+            assert self._lifecycle is not None
+            self._lifecycle.begin(operation(self._lifecycle), outcome)
+
+        def refused(begun: Future[Any]) -> None:
+            if (error := begun.exception()) is not None and not outcome.done():
+                outcome.set_exception(error)
+
+        self.call(begin).add_done_callback(refused)
+        return outcome
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; to be called on the service's loop."""
+        assert self.parts is not None
+        self.parts.scheduler.reset_prefix_cache()
+
+    @property
+    def paused(self) -> bool:
+        """Whether new requests wait for `resume`."""
+        return (gate := self._gate) is not None and gate.paused
+
+    @property
+    def asleep(self) -> bool:
+        """Whether requests are refused until `wake`."""
+        return (gate := self._gate) is not None and gate.asleep
 
     def stats(self) -> EngineStats:
         """A snapshot; to be called on the service's loop."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from aengine.engine.chores import Chores
     from aengine.engine.core import EngineCore
     from aengine.engine.delayed import DelayedSampling
+    from aengine.engine.gate import Gate
     from aengine.engine.inbox import Inbox
     from aengine.engine.messages import Message
     from aengine.engine.parts import EngineParts
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 LAUNCH_LEAD = 0.002
 """Seconds before the end of the running step at which the next one is decided: enough for deciding
 and launching, and for a loop whose timers count milliseconds."""
+PULSE = 1.0
+"""Seconds after which an idle engine comes round: an older heartbeat means that it hangs."""
 SHORTEST_WAIT = 0.001
 """Seconds; waiting for less than this is not worth a turn of the loop."""
 
@@ -53,6 +56,7 @@ class StepLoop:
         inbox: what callers say.
         delayed: samples the rows that wait for a grammar mask.
         chores: what the launch side wants done beside the steps.
+        gate: whether steps may be launched.
         clock: monotonic seconds.
         max_steps_in_flight: steps launched before the oldest must have settled.
     """
@@ -64,6 +68,7 @@ class StepLoop:
         inbox: Inbox[Message],
         delayed: DelayedSampling,
         chores: Chores,
+        gate: Gate,
         clock: Callable[[], float],
         *,
         max_steps_in_flight: int,
@@ -74,6 +79,7 @@ class StepLoop:
         self._inbox = inbox
         self._delayed = delayed
         self._chores = chores
+        self._gate = gate
         self._clock = clock
         self._depth = max_steps_in_flight
         self._steps: deque[LaunchedStep] = deque()
@@ -98,18 +104,21 @@ class StepLoop:
         while True:
             self.heartbeat = self._clock()
             self._take_messages()
+            self._gate.look(len(self._steps))
             if self._core.closing and self._core.idle and not self._steps:
                 return
             if (early := self._earliness()) > 0.0:
                 await self._inbox.wait(early)
                 continue
-            plan = self._scheduler.schedule(self._clock())
+            plan = None if self._gate.shut else self._scheduler.schedule(self._clock())
             if plan is not None:
                 await self._step(plan)
             elif self._steps:
                 await self._step_or_message()
             else:
-                await self._inbox.wait(self._patience())
+                # Never for long, so that the heartbeat of an idle engine goes on.
+                patience = self._patience()
+                await self._inbox.wait(PULSE if patience is None else min(PULSE, patience))
 
     def _begin_requests(self) -> None:
         while (message := self._inbox.take_next(Submit)) is not None:
@@ -180,6 +189,7 @@ class StepLoop:
                     self._core.submit(message)
                 case Prepared():
                     self._core.admit(message)
+                    self._gate.admitted(message)
                 case Abort():
                     self._core.abort(message.channel)
                 case AbortById():
@@ -206,7 +216,7 @@ class StepLoop:
 
     def _close(self, message: Close) -> None:
         self._core.closing = True
-        patience = message.timeout if message.drain else 0.0
+        patience = message.timeout if self._gate.closing() and message.drain else 0.0
         if patience is not None:
             until = self._clock() + patience
             self._close_at = until if self._close_at is None else min(self._close_at, until)

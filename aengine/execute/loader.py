@@ -55,6 +55,19 @@ class LoadedModel:
     max_model_len: int
     compute: str
     """How it computes, for logs and `stats()`."""
+    weights: LoadedWeights
+    kv_cache: list[KVLayer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadedWeights:
+    """A network with its weights, which computes when it is bound to a KV cache."""
+
+    spec: KVCacheSpec
+    """The KV cache that it wants."""
+    bind: Callable[[list[KVLayer]], Forward]
+    nbytes: int
+    compute: str
 
 
 def load_model(config: EngineConfig, files: LoadedFiles, device: torch.device) -> LoadedModel:
@@ -69,6 +82,49 @@ def load_model(config: EngineConfig, files: LoadedFiles, device: torch.device) -
         ConfigError: a setting that this model or device cannot have.
         ModelLoadError: the weights do not fit the architecture, or it is unknown.
         OutOfMemoryError: the KV cache does not fit; the message has a value that would.
+    """
+    longest = files.config.max_position_embeddings
+    wanted = config.max_model_len
+    weights = load_weights(config, files, device)
+    spec = weights.spec
+    free = _free(device)
+    max_model_len = wanted or fit_context(spec, config.kv_cache, free_bytes=free, longest=longest)
+    num_blocks = size_cache(
+        spec,
+        config.kv_cache,
+        free_bytes=free,
+        weight_bytes=weights.nbytes,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=max_model_len,
+    )
+    kv_cache = spec.allocate(num_blocks, device)
+    forward = weights.bind(kv_cache)
+    logger.info("%s: %s, %d KV blocks", files.path.name, weights.compute, num_blocks)
+    sampler = Sampler(
+        max_num_seqs=config.scheduler.max_num_seqs,
+        vocab_size=forward.vocab_size,
+        device=device,
+        kernels=_sampling_kernels(device),
+    )
+    builder = InputBuilder(block_size=config.scheduler.tokens_per_block, device=device)
+    return LoadedModel(
+        runner=ModelRunner(forward, sampler, builder),
+        forward=forward,
+        sampler=sampler,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        compute=weights.compute,
+        weights=weights,
+        kv_cache=kv_cache,
+    )
+
+
+def load_weights(config: EngineConfig, files: LoadedFiles, device: torch.device) -> LoadedWeights:
+    """Load a model's weights, all of them or none.
+
+    Raises:
+        ConfigError: a setting that this model or device cannot have.
+        ModelLoadError: the weights do not fit the architecture, or it is unknown.
     """
     longest = files.config.max_position_embeddings
     wanted = config.max_model_len
@@ -87,33 +143,7 @@ def load_model(config: EngineConfig, files: LoadedFiles, device: torch.device) -
         model = _torch_model(config, files, network, dtype, device, wanted or longest)
         weight_bytes, compute = model.weight_bytes, f"torch, {dtype}, {device.type}"
         bind = partial(_bind_torch, model, config.scheduler.max_num_seqs, wanted or longest, device)
-    free = _free(device)
-    max_model_len = wanted or fit_context(spec, config.kv_cache, free_bytes=free, longest=longest)
-    num_blocks = size_cache(
-        spec,
-        config.kv_cache,
-        free_bytes=free,
-        weight_bytes=weight_bytes,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_model_len=max_model_len,
-    )
-    forward = bind(spec.allocate(num_blocks, device))
-    logger.info("%s: %s, %d KV blocks", files.path.name, compute, num_blocks)
-    sampler = Sampler(
-        max_num_seqs=config.scheduler.max_num_seqs,
-        vocab_size=forward.vocab_size,
-        device=device,
-        kernels=_sampling_kernels(device),
-    )
-    builder = InputBuilder(block_size=config.scheduler.tokens_per_block, device=device)
-    return LoadedModel(
-        runner=ModelRunner(forward, sampler, builder),
-        forward=forward,
-        sampler=sampler,
-        num_blocks=num_blocks,
-        max_model_len=max_model_len,
-        compute=compute,
-    )
+    return LoadedWeights(spec=spec, bind=bind, nbytes=weight_bytes, compute=compute)
 
 
 def _native_mode(

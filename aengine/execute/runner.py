@@ -109,6 +109,15 @@ class ModelRunner:
         self._requests: dict[int, Request] = {}
         self._graphs: StepGraphs | None = None
 
+    def rebind(self, forward: Forward) -> None:
+        """Compute with this from the next step on. No step may be in flight."""
+        self._forward = forward
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether captured graphs hold addresses of weights and KV cache."""
+        return self._graphs is not None
+
     def use_graphs(self, graphs: StepGraphs) -> None:
         """Launch the steps that these graphs can do as graphs from now on."""
         self._graphs = graphs

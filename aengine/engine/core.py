@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from aengine.engine.delayed import DelayedSampling
     from aengine.engine.delivery import Outbox
     from aengine.engine.inbox import Inbox
+    from aengine.engine.intake import Intake
     from aengine.engine.messages import Message, Prompt, Submit
     from aengine.engine.parts import EngineParts
     from aengine.grammar.protocol import GrammarMatcher
@@ -52,6 +53,7 @@ class EngineCore:
         inbox: where prepared requests come back to.
         outbox: where chunks leave.
         delayed: follows the grammars of constrained sequences.
+        intake: bounds what waits.
         clock: monotonic seconds.
     """
 
@@ -61,6 +63,7 @@ class EngineCore:
         inbox: Inbox[Message],
         outbox: Outbox,
         delayed: DelayedSampling,
+        intake: Intake,
         clock: Callable[[], float],
     ) -> None:
         self._parts = parts
@@ -68,6 +71,7 @@ class EngineCore:
         self._inbox = inbox
         self._outbox = outbox
         self._delayed = delayed
+        self._intake = intake
         self._clock = clock
         self._ids = itertools.count(1)
         self._live: dict[int, LiveSequence] = {}
@@ -90,6 +94,16 @@ class EngineCore:
         """Begin with a request: tokenize beside the step loop."""
         if self.closing:
             self._fail(message.channel, EngineClosedError("the engine is closing"))
+            return
+        try:
+            self._intake.check(
+                preparing=len(self._preparing),
+                waiting=self._scheduler.num_waiting,
+                running=self._scheduler.num_running,
+                now=self._clock(),
+            )
+        except AEngineError as error:
+            self._fail(message.channel, error)
             return
         task = asyncio.get_running_loop().create_task(self._prepare(message))
         self._preparing[message.channel] = task
@@ -155,6 +169,7 @@ class EngineCore:
         if self._preparing.pop(channel, None) is None:
             return
         now = self._clock()
+        self._intake.passed(now)
         for request in message.requests:
             try:
                 self._scheduler.add(request, now)

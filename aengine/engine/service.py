@@ -22,6 +22,7 @@ from aengine.engine.delayed import DelayedSampling
 from aengine.engine.delivery import Outbox
 from aengine.engine.gate import Gate
 from aengine.engine.inbox import Inbox
+from aengine.engine.intake import Intake
 from aengine.engine.lifecycle import Lifecycle
 from aengine.engine.messages import Call, Wake
 from aengine.engine.steps import StepLoop
@@ -135,7 +136,9 @@ class EngineService:
             # On a loop that serves nobody else a wait may spin for a moment, without the GIL.
             parts.device.adopt_loop()
         delayed = self._delayed = DelayedSampling(parts, lambda: _wake(inbox))
-        self._core = EngineCore(parts, inbox, Outbox(loop), delayed, self.clock)
+        self._core = EngineCore(
+            parts, inbox, Outbox(loop), delayed, Intake(self.config.scheduler), self.clock
+        )
         chores = self._chores = Chores(parts.launcher, parts.device)
         gate = self._gate = Gate(self._core, parts.scheduler)
         self._lifecycle = Lifecycle(parts, self._core, gate, lambda: _wake(inbox))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from aengine.config import EngineConfig
 from aengine.engine.channel import Channel
+from aengine.engine.contexts import Carried, carried
 from aengine.engine.loading import load_parts
 from aengine.engine.many import generate_many
 from aengine.engine.messages import Abort, AbortById, Close, Submit
@@ -113,6 +114,7 @@ class Engine(Operable):
         service = self._service
         if service.state is EngineState.NEW:
             service.state = EngineState.STARTING
+            service.on_progress = Carried(service.on_progress)
             name = f"aengine-{id(self):x}"
             runtime = OwnLoop(name) if self.config.loop == "own" else CallerLoop(name)
             self._runtime = runtime
@@ -236,7 +238,7 @@ class Engine(Operable):
             Submit(
                 channel=channel,
                 prompt=prompt if isinstance(prompt, str) else list(prompt),  # type: ignore[arg-type]
-                params=params,
+                params=carried(params),
                 priority=priority,
                 arrival=now,
                 deadline=None if deadline is None else now + deadline,

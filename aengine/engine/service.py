@@ -76,7 +76,7 @@ class EngineService:
         self.death: BaseException | None = None
         self.pid = os.getpid()
         self._loader = loader
-        self._on_progress = on_progress
+        self.on_progress = on_progress
         self._close: Close | None = None
         self._inbox: Inbox[Message] | None = None
         self._loop_thread: int | None = None
@@ -95,7 +95,7 @@ class EngineService:
         interval = self._set_switch_interval()
         parts: EngineParts | None = None
         try:
-            parts = await self._loader(self.config, self._on_progress)
+            parts = await self._loader(self.config, self.on_progress)
             self._build(parts, loop)
             self.state = EngineState.RUNNING
             self.parts = parts

@@ -302,7 +302,7 @@ async def test_vllm_ascend_5027_metrics_are_always_filled(loop_mode: str) -> Non
 
 
 async def test_s6778_s36475_random_lifecycles_leak_nothing(loop_mode: str) -> None:
-    await lifecycles(250, loop_mode, seed=1)
+    await lifecycles(500, loop_mode, seed=1)
 
 
 @pytest.mark.slow

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import shutil
 import weakref
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import pytest
@@ -61,6 +63,36 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def answer(engine: Engine) -> tuple[int, ...]:
     return (await engine.generate(PROMPT, PARAMS)).token_ids
+
+
+VARIABLE: ContextVar[str] = ContextVar("VARIABLE", default="nobody's")
+
+
+async def test_callbacks_run_in_the_context_of_the_call(first: Path) -> None:
+    seen: dict[str, set[str]] = {"a": set(), "b": set()}
+    progress: list[str] = []
+
+    def note(*_: object) -> None:
+        progress.append(VARIABLE.get())
+
+    VARIABLE.set("starter's")
+    async with Engine(str(first), device="cpu", on_progress=note) as engine:
+
+        async def ask(name: str) -> None:
+            VARIABLE.set(f"{name}'s")
+
+            def processor(_: object, logits: object) -> object:
+                seen[name].add(VARIABLE.get())
+                VARIABLE.set("changed")
+                return logits
+
+            params = SamplingParams(max_tokens=4, n=2, logits_processors=[processor])
+            await engine.generate(PROMPT, params)
+
+        await asyncio.gather(asyncio.create_task(ask("a")), asyncio.create_task(ask("b")))
+    assert seen == {"a": {"a's"}, "b": {"b's"}}
+    assert set(progress) == {"starter's"}
+    assert VARIABLE.get() == "starter's"
 
 
 async def test_the_cache_is_gone_while_it_sleeps_and_the_tokens_are_the_same(first: Path) -> None:

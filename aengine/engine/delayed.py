@@ -126,7 +126,9 @@ class DelayedSampling:
         """Sample the constrained rows of a begun step as soon as their masks are there."""
         rows, masks = await self._grammar_masks(plan)
         stream = self._parts.forward_stream
-        return stream.launch(self._parts.launcher.finish, begun, rows, masks)
+        launcher = self._parts.launcher
+        replayed = launcher.replay_finish(begun, rows, masks)
+        return replayed or stream.launch(launcher.finish, begun, rows, masks)
 
     async def _grammar_masks(self, plan: StepPlan) -> tuple[list[int], Bitmask]:
         """Masks of the constrained rows; rows that are late or over are left out."""

@@ -143,14 +143,15 @@ class StepLoop:
         if not plan.constrained:
             launcher = self._parts.launcher
             output = launcher.replay(plan) or stream.launch(launcher.run, plan)
-            self._chores.look()
         else:
-            begun = stream.launch(self._parts.launcher.begin, plan)
+            launcher = self._parts.launcher
+            begun = launcher.replay_begin(plan) or stream.launch(launcher.begin, plan)
             # A mask needs the token before it, and that comes with the step before.
             while self._steps:
                 await self._settle_oldest()
             output = await self._delayed.sample(plan, begun)
         self._steps.append(LaunchedStep(plan, output))
+        self._chores.look()
         while len(self._steps) >= self._depth:
             await self._settle_oldest()
 

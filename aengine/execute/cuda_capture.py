@@ -9,7 +9,7 @@ import torch
 
 from aengine.device.graphs import GraphPool
 from aengine.errors import DeviceError
-from aengine.execute.graph_shapes import ResultLayout, largest_shape
+from aengine.execute.graph_shapes import ResultLayout, SampleShape, largest_shape
 from aengine.execute.step_graphs import StepGraphs
 from aengine.execute.step_program import StepProgram
 from aengine.model.batch import ForwardBatch
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from aengine.device.cuda import CudaDevice
     from aengine.device.cuda_launch import PreparedLaunch
     from aengine.device.cuda_stream import CudaStream
-    from aengine.execute.graph_shapes import StepShape
     from aengine.execute.loader import LoadedModel
+    from aengine.execute.step_graphs import Shape
 
 logger = logging.getLogger("aengine")
 
@@ -53,9 +53,11 @@ class CudaCapture:
         self._pool = pool
         self._stream = stream
 
-    def __call__(self, shape: StepShape) -> PreparedLaunch:
+    def __call__(self, shape: Shape) -> PreparedLaunch:
         """See `step_graphs.Capture`."""
         program, handle = self._program, self._stream.handle
+        if isinstance(shape, SampleShape) or not shape.samples:
+            assert len(program.logits)  # memory that two graphs share is made outside of both
         graph = self._pool.capture(lambda: program(shape))
         bytes_in = 4 * program.input_words(shape)
         bytes_out = 4 * ResultLayout.of(shape).words

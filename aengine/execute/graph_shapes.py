@@ -33,6 +33,8 @@ class StepShape(NamedTuple):
     blocks: int
     features: SamplerFeature
     top: int = 0
+    samples: bool = True
+    """False: it leaves logits for a `SampleShape`, because the masks of some rows come later."""
 
     @property
     def rows(self) -> int:
@@ -44,13 +46,42 @@ class StepShape(NamedTuple):
         """Tokens that the forward computes."""
         return self.decode + self.tokens
 
+    @property
+    def cost(self) -> tuple[int, int]:
+        """Orders shapes that cover a step by what they cost it."""
+        return self.all_tokens, int(self.features)
+
     def covers(self, other: StepShape) -> bool:
         """Whether a graph of this shape does the steps of the other (of the same kind)."""
         return (
             (self.tokens > 0) == (other.tokens > 0)
+            and self.samples == other.samples
             and self.decode >= other.decode
             and self.tokens >= other.tokens
             and self.blocks >= other.blocks
+            and self.top >= other.top
+            and not other.features & ~self.features
+        )
+
+
+class SampleShape(NamedTuple):
+    """What a graph that only samples can do at most: the rows of logits, some with a mask."""
+
+    rows: int
+    masks: int
+    features: SamplerFeature
+    top: int = 0
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """Orders shapes that cover a sample by what they cost it."""
+        return self.rows + self.masks, int(self.features)
+
+    def covers(self, other: SampleShape) -> bool:
+        """Whether a graph of this shape does the samples of the other."""
+        return (
+            self.rows >= other.rows
+            and self.masks >= other.masks
             and self.top >= other.top
             and not other.features & ~self.features
         )
@@ -67,13 +98,30 @@ class ResultLayout(NamedTuple):
     words: int
 
     @classmethod
-    def of(cls, shape: StepShape) -> ResultLayout:
+    def of(cls, shape: StepShape | SampleShape) -> ResultLayout:
         """The layout of a shape's result."""
         rows = shape.rows
         if not shape.features & SamplerFeature.LOGPROBS:
             return cls(rows, rows, rows, rows, rows)
         top = rows * shape.top
         return cls(rows, 2 * rows, 3 * rows, 3 * rows + top, 3 * rows + 2 * top)
+
+
+class SampleLayout(NamedTuple):
+    """The packed input of a sample, in 32-bit words from its start: slots to sample for [R],
+    positions of the tokens whose logits these are [R], the row of each mask [M], the masks."""
+
+    positions: int
+    mask_rows: int
+    masks: int
+    words: int
+
+    @classmethod
+    def of(cls, shape: SampleShape, vocab_size: int) -> SampleLayout:
+        """The layout of a shape's input."""
+        rows, mask_words = shape.rows, shape.masks * -(-vocab_size // 32)
+        first = 2 * rows + shape.masks
+        return cls(rows, 2 * rows, first, first + mask_words)
 
 
 class MixedLayout(NamedTuple):
@@ -124,6 +172,16 @@ def largest_shape(*, max_rows: int, max_tokens: int, max_blocks: int) -> StepSha
         features=DRAWS | SamplerFeature.PENALTIES | SamplerFeature.LOGPROBS,
         top=TOP_COUNTS[-1],
     )
+
+
+def largest_sample(largest: StepShape) -> SampleShape:
+    """A sample that needs at least the memory of any other."""
+    return SampleShape(largest.rows, largest.rows, largest.features, largest.top)
+
+
+def sample_sizes(max_rows: int) -> list[int]:
+    """Row and mask counts of graphs that only sample."""
+    return sorted({size for size in (8, 32, 64, 128) if size < max_rows} | {max_rows})
 
 
 def decode_sizes(max_rows: int) -> list[int]:

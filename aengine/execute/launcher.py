@@ -41,6 +41,16 @@ class Launcher(Protocol):
         """
         ...
 
+    def replay_begin(self, plan: StepPlan) -> DeviceFuture[Any] | None:
+        """`begin`, in the way of `replay`; None: this step needs `begin`."""
+        ...
+
+    def replay_finish(
+        self, begun: DeviceFuture[Any], rows: Sequence[int], bitmask: npt.NDArray[np.int32]
+    ) -> DeviceFuture[StepOutput] | None:
+        """`finish` of what `replay_begin` gave; None: it was not that, and needs `finish`."""
+        ...
+
     def chore(self) -> Callable[[], None] | None:
         """Work to do in a thread beside the steps, so that later ones are faster; None: nothing.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aengine.execute.graph_shapes import INTS, REALS, MixedLayout
+from aengine.execute.graph_shapes import INTS, REALS, MixedLayout, SampleLayout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from aengine.batch import StepPlan
-    from aengine.execute.graph_shapes import StepShape
+    from aengine.execute.graph_shapes import SampleShape, StepShape
 
     Words = npt.NDArray[np.int32]
 
@@ -113,19 +113,59 @@ def pack_mixed(
     tables[rows, :width] = plan.block_tables
 
 
+def pack_sample(
+    plan: StepPlan,
+    forward: StepShape,
+    shape: SampleShape,
+    packed: Words,
+    *,
+    vocab_size: int,
+    mask_rows: Sequence[int],
+    bitmask: Words,
+) -> list[int]:
+    """Write what a step's rows are sampled for, after its forward.
+
+    Args:
+        plan: the step.
+        forward: the shape that its forward ran in: it says where the rows' logits are.
+        shape: at least as large.
+        packed: [at least the layout's words].
+        vocab_size: of the model.
+        mask_rows: plan rows that have a mask.
+        bitmask: [len(mask_rows), ceil(vocab_size / 32)].
+
+    Returns:
+        The plan rows that are sampled: constrained rows without a mask are not.
+    """
+    at = SampleLayout.of(shape, vocab_size)
+    rows, _ = _targets(plan, forward)
+    late = set(plan.constrained) - set(mask_rows)
+    sampled = [row for row in np.flatnonzero(plan.samples).tolist() if row not in late]
+    slots, positions = packed[: at.mask_rows].reshape(2, -1)
+    slots[:] = positions[:] = 0
+    slots[rows[sampled]] = plan.slots[sampled]
+    positions[rows] = plan.starts + plan.lengths - 1
+    targets = packed[at.mask_rows : at.masks]
+    targets[:] = shape.rows  # a row behind the last, for masks that pad
+    targets[: len(mask_rows)] = rows[list(mask_rows)]
+    masks = packed[at.masks : at.words].reshape(shape.masks, -1)
+    masks[: len(mask_rows)] = bitmask
+    return sampled
+
+
+def places_of(plan: StepPlan, forward: StepShape, rows: Sequence[int]) -> list[int]:
+    """Where plan rows are among the rows of a shape."""
+    places, _ = _targets(plan, forward)
+    found: list[int] = places[list(rows)].tolist()
+    return found
+
+
 def _targets(
     plan: StepPlan, shape: StepShape
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Where the plan's rows and tokens go in a shape with chunks."""
+    """Where the plan's rows and tokens go in a shape."""
     decode, shift = plan.num_decode, shape.decode - plan.num_decode
     rows, tokens = np.arange(plan.num_rows), np.arange(plan.num_tokens)
     rows[decode:] += shift
     tokens[decode:] += shift
     return rows, tokens
-
-
-def result_rows(plan: StepPlan, shape: StepShape) -> npt.NDArray[np.int64]:
-    """Where the tokens of the sampling rows of a step with chunks are in its packed result."""
-    rows, _ = _targets(plan, shape)
-    found: npt.NDArray[np.int64] = rows[plan.samples]
-    return found

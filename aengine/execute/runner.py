@@ -7,13 +7,14 @@ CPU: on its worker, as does all torch work of an engine) and nothing waits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from aengine.batch import StepResult
 from aengine.execute.logprobs import prompt_logprobs
+from aengine.execute.step_graphs import BegunGraph
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -125,6 +126,19 @@ class ModelRunner:
     def replay(self, plan: StepPlan) -> DeviceFuture[StepOutput] | None:
         """See `Launcher.replay`."""
         return None if self._graphs is None else self._graphs.replay(plan)
+
+    def replay_begin(self, plan: StepPlan) -> DeviceFuture[Any] | None:
+        """See `Launcher.replay_begin`."""
+        return None if self._graphs is None else self._graphs.begin(plan)
+
+    def replay_finish(
+        self, begun: DeviceFuture[Any], rows: Sequence[int], bitmask: npt.NDArray[np.int32]
+    ) -> DeviceFuture[StepOutput] | None:
+        """See `Launcher.replay_finish`."""
+        step = begun.handle()
+        if self._graphs is None or not isinstance(step, BegunGraph):
+            return None
+        return self._graphs.finish(step, rows, bitmask)
 
     def chore(self) -> Callable[[], None] | None:
         """See `Launcher.chore`."""

@@ -9,7 +9,7 @@ steps (`chore`) for the next time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -20,15 +20,17 @@ from aengine.execute.graph_shapes import (
     MOST_CHUNKS,
     TOP_COUNTS,
     ResultLayout,
+    SampleShape,
     StepShape,
     at_least,
     chunk_sizes,
     coarse_chunk_sizes,
     decode_sizes,
     riding_sizes,
+    sample_sizes,
     table_widths,
 )
-from aengine.execute.packing import pack_decode, pack_mixed, result_rows
+from aengine.execute.packing import pack_decode, pack_mixed, pack_sample, places_of
 from aengine.execute.sampler import no_token
 from aengine.execute.sampler_state import SamplerFeature
 
@@ -41,6 +43,10 @@ if TYPE_CHECKING:
     from aengine.device.completions import HostCompletion
     from aengine.execute.launcher import StepOutput
     from aengine.execute.sampler import Sampler
+
+
+Shape = StepShape | SampleShape
+S = TypeVar("S", StepShape, SampleShape)
 
 
 class GraphLaunch(Protocol):
@@ -59,8 +65,8 @@ class GraphLaunch(Protocol):
 class Capture(Protocol):
     """Makes launchable graphs. The real one is `cuda_capture.CudaCapture`."""
 
-    def __call__(self, shape: StepShape) -> GraphLaunch:
-        """Capture a step of this shape. Enqueues nothing; any thread may call it.
+    def __call__(self, shape: Shape) -> GraphLaunch:
+        """Capture a step, or a sample, of this shape. Enqueues nothing; any thread may call it.
 
         Raises:
             DeviceError: it cannot be captured.
@@ -111,11 +117,12 @@ class StepGraphs:
         self._riding_sizes = riding_sizes(max_rows)
         self._chunk_sizes = chunk_sizes(max_tokens)
         self._chunks = min(MOST_CHUNKS, max_rows)
+        self._sample_sizes = sample_sizes(max_rows + self._chunks)
         self._widths = table_widths(max_blocks)
-        self._graphs: dict[StepShape, GraphLaunch] = {}
-        self._chosen: dict[StepShape, StepShape | None] = {}
-        self._wanted: dict[StepShape, None] = {}
-        self._refused: set[StepShape] = set()
+        self._graphs: dict[Shape, GraphLaunch] = {}
+        self._chosen: dict[Shape, Shape | None] = {}
+        self._wanted: dict[Shape, None] = {}
+        self._refused: set[Shape] = set()
         self._idle = [make_staging() for _ in range(in_flight)]
 
     @property
@@ -141,7 +148,7 @@ class StepGraphs:
         ]
         return sorted(mixed, reverse=True) + sorted(steady, reverse=True)
 
-    def capture(self, shapes: Iterable[StepShape]) -> None:
+    def capture(self, shapes: Iterable[Shape]) -> None:
         """Capture graphs; any thread, one at a time.
 
         Raises:
@@ -169,13 +176,73 @@ class StepGraphs:
         Raises:
             DeviceError: the device is closed.
         """
+        tight = None if plan.constrained else self._tight(plan)
+        shape = None if tight is None else self._choose(tight)
+        if shape is None:
+            return None
+        staging = self._take_staging()
+        point = self._launch(plan, shape, staging)
+        places = None
+        sampled: Sequence[int] = range(plan.num_rows)
+        if shape.tokens:
+            sampled = np.flatnonzero(plan.samples).tolist()
+            places = places_of(plan, shape, sampled)
+        output = GraphOutput(plan, shape, sampled, places, [staging], self._sampler, self._idle)
+        return DeviceFuture(point, output)
+
+    def begin(self, plan: StepPlan) -> DeviceFuture[BegunGraph] | None:
+        """Launch the forward of a step whose rows are sampled when their masks are there.
+
+        None: it must run eagerly.
+
+        Raises:
+            DeviceError: the device is closed.
+        """
         tight = self._tight(plan)
         if tight is None:
             return None
-        shape = self._choose(tight)
-        if shape is None:
+        forward = tight._replace(features=SamplerFeature(0), top=0, samples=False)
+        chosen = self._choose(forward)
+        rows = at_least(self._sample_sizes, (chosen or forward).rows)
+        masks = at_least(self._sample_sizes, len(plan.constrained))
+        if rows is None or masks is None:
             return None
-        staging = self._idle.pop() if self._idle else self._make_staging()
+        sample = self._choose(SampleShape(rows, masks, tight.features, tight.top))
+        if chosen is None or sample is None:
+            return None
+        staging = self._take_staging()
+        point = self._launch(plan, chosen, staging)
+        return DeviceFuture(point, BegunGraph(plan, chosen, sample, staging))
+
+    def finish(
+        self, begun: BegunGraph, rows: Sequence[int], bitmask: npt.NDArray[np.int32]
+    ) -> DeviceFuture[StepOutput]:
+        """Sample a begun step; constrained rows that are not in `rows` are left unsampled.
+
+        Raises:
+            DeviceError: the device is closed.
+        """
+        plan, shape, staging = begun.plan, begun.sample, self._take_staging()
+        sampled = pack_sample(
+            plan,
+            begun.forward,
+            shape,
+            staging.packed,
+            vocab_size=self._sampler.table.vocab_size,
+            mask_rows=rows,
+            bitmask=bitmask,
+        )
+        values = staging.packed_address, staging.result_address
+        point = self._graphs[shape].launch(staging, begun.staging, values=values)
+        places = places_of(plan, begun.forward, sampled)
+        used = [staging, begun.staging]
+        output = GraphOutput(plan, shape, sampled, places, used, self._sampler, self._idle)
+        return DeviceFuture(point, output)
+
+    def _take_staging(self) -> Staging:
+        return self._idle.pop() if self._idle else self._make_staging()
+
+    def _launch(self, plan: StepPlan, shape: StepShape, staging: Staging) -> HostCompletion:
         if shape.tokens:
             slots, reals, ints = self._sampler.admit_packed(plan.slot_inits)
             pack_mixed(
@@ -190,22 +257,21 @@ class StepGraphs:
         else:
             pack_decode(plan, shape, staging.packed)
         values = staging.packed_address, staging.result_address
-        point = self._graphs[shape].launch(staging, values=values)
-        return DeviceFuture(point, GraphOutput(plan, shape, staging, self._sampler, self._idle))
+        return self._graphs[shape].launch(staging, values=values)
 
-    def _choose(self, tight: StepShape) -> StepShape | None:
-        """The graph for a step whose tightest shape is given; None: there is none yet."""
+    def _choose(self, tight: S) -> S | None:
+        """The graph for work whose tightest shape is given; None: there is none yet."""
         if tight not in self._graphs and tight not in self._refused:
             self._wanted[tight] = None
         if tight not in self._chosen:
-            fitting = [shape for shape in list(self._graphs) if shape.covers(tight)]
-            smallest = min(fitting, key=lambda s: (s.all_tokens, s.features), default=None)
-            self._chosen[tight] = smallest
-        return self._chosen[tight]
+            kind = type(tight)
+            fitting = [s for s in list(self._graphs) if isinstance(s, kind) and s.covers(tight)]
+            self._chosen[tight] = min(fitting, key=lambda s: s.cost, default=None)
+        return cast("S | None", self._chosen[tight])
 
     def _tight(self, plan: StepPlan) -> StepShape | None:
         """The tightest shape that can do this step, captured or not."""
-        if plan.constrained or plan.prompt_logprob_rows or plan.forced:
+        if plan.prompt_logprob_rows or plan.forced:
             return None
         chunks, tokens = plan.num_rows - plan.num_decode, len(plan.prefill_token_ids)
         if chunks > self._chunks:
@@ -245,20 +311,42 @@ class StepGraphs:
         return features, at_least(list(TOP_COUNTS), max(most, *asked, 0))
 
 
+class BegunGraph(NamedTuple):
+    """A step whose forward is launched and whose sample is not."""
+
+    plan: StepPlan
+    forward: StepShape
+    sample: SampleShape
+    staging: Staging
+
+
 class GraphOutput:
-    """A replayed step's tokens on their way to pinned memory."""
+    """A replayed step's tokens on their way to pinned memory.
+
+    Args:
+        plan: the step.
+        shape: of the graph that samples.
+        sampled: the plan rows that it samples.
+        places: where they are in its result; None: at their own numbers.
+        used: pinned memory, the result's first; it is `idle` again when the result was read.
+        sampler: knows the rows' requests.
+    """
 
     def __init__(
         self,
         plan: StepPlan,
-        shape: StepShape,
-        staging: Staging,
+        shape: Shape,
+        sampled: Sequence[int],
+        places: Sequence[int] | None,
+        used: Sequence[Staging],
         sampler: Sampler,
         idle: list[Staging],
     ) -> None:
         self._plan = plan
         self._shape = shape
-        self._staging = staging
+        self._sampled = sampled
+        self._places = places
+        self._used = used
         # As they are now: the slots may have new owners when the step is done.
         self._request_ids = sampler.request_ids(plan.slots)
         wanting = shape.features & SamplerFeature.LOGPROBS
@@ -267,28 +355,33 @@ class GraphOutput:
 
     def to_host(self) -> StepResult:
         """The result, once the step's completion has fired. Called once."""
-        plan, words = self._plan, self._staging.result
-        if self._shape.tokens:
-            sampling = np.flatnonzero(plan.samples).tolist()
-            places = result_rows(plan, self._shape).tolist()
-            tokens = words[places].tolist()
+        plan, words = self._plan, self._used[0].result
+        sampled, places = self._sampled, self._places
+        if places is None:
+            places = sampled
+            tokens = words[: len(sampled)].tolist()
         else:
-            sampling = places = list(range(plan.num_rows))
-            tokens = words[: plan.num_rows].tolist()
+            tokens = words[list(places)].tolist()
         errors: dict[int, Exception] = {}
         logprobs: dict[int, TokenLogprobs] = {}
         if self._tops or min(tokens, default=0) < 0:
-            for row, place, token in zip(sampling, places, tokens, strict=True):
+            for row, place, token in zip(sampled, places, tokens, strict=True):
                 if token < 0:
                     errors[row] = no_token(self._request_ids[row])
                 elif row in self._tops:
                     logprobs[row] = self._logprobs(words, place, token, self._tops[row])
-        self._idle.append(self._staging)
+            tokens = [max(token, 0) for token in tokens]
+        self._idle.extend(self._used)
+        late = set(plan.constrained) - set(sampled) if plan.constrained else set()
+        if late:
+            found = dict(zip(sampled, tokens, strict=True))
+            tokens = [found.get(row, 0) for row in np.flatnonzero(plan.samples).tolist()]
         return StepResult(
             step_id=plan.step_id,
-            token_ids=[max(token, 0) for token in tokens] if errors else tokens,
+            token_ids=tokens,
             logprobs=logprobs,
             errors=errors,
+            unsampled=late,
         )
 
     def _logprobs(

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from aengine.execute.graph_shapes import INTS, REALS, MixedLayout, ResultLayout
+from aengine.execute.graph_shapes import (
+    INTS,
+    REALS,
+    MixedLayout,
+    ResultLayout,
+    SampleLayout,
+    SampleShape,
+    largest_sample,
+)
 from aengine.execute.logprobs import token_logprobs
 from aengine.execute.packing import HEADER
 from aengine.execute.sampler_state import SamplerFeature
@@ -43,7 +51,7 @@ class StepProgram:
         forward: the model with its KV cache, with the workspaces of this lane.
         sampler: whose slots are sampled.
         block_size: tokens of a KV block.
-        largest: no shape needs more memory.
+        largest: no step needs more memory.
         max_context_len: the longest context.
     """
 
@@ -68,21 +76,42 @@ class StepProgram:
         self._index = torch.arange(rows + 1, device=device)
         self._query_start = self._index.to(torch.int32)
         self._token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        words = max(steady, MixedLayout.of(largest).words)
+        sample = SampleLayout.of(largest_sample(largest), sampler.table.vocab_size)
+        words = max(steady, MixedLayout.of(largest).words, sample.words)
+        # Made with the first graph that leaves logits: most engines have none.
+        self._logits: torch.Tensor | None = None
+        self._logits_rows = rows + 1
         self.packed = torch.zeros(words, dtype=torch.int32, device=device)
         words = ResultLayout.of(largest).words
         self.result = torch.zeros(words, dtype=torch.int32, device=device)
 
-    def __call__(self, shape: StepShape) -> None:
-        """Compute a step: read `packed`, write `result` and the slots' state."""
-        if shape.tokens:
-            batch, rows = self._mixed(shape)
+    def __call__(self, shape: StepShape | SampleShape) -> None:
+        """Compute a step, or a part of one: read `packed`, write `result` and the slots' state."""
+        if isinstance(shape, SampleShape):
+            self._sample_later(shape)
+            return
+        batch, rows = self._mixed(shape) if shape.tokens else self._steady(shape)
+        logits = self._forward(batch)
+        if shape.samples:
+            self._sample(logits, rows, shape)
         else:
-            batch, rows = self._steady(shape)
-        self._sample(self._forward(batch), rows, shape)
+            self.logits[: shape.rows].copy_(logits)
 
-    def input_words(self, shape: StepShape) -> int:
+    @property
+    def logits(self) -> torch.Tensor:
+        """[rows + 1, V] float32: what steps leave that are sampled later; the last row is spare.
+
+        Must have been made before a capture that uses it.
+        """
+        if self._logits is None:
+            shape = self._logits_rows, self._sampler.table.vocab_size
+            self._logits = torch.empty(shape, dtype=torch.float32, device=self.packed.device)
+        return self._logits
+
+    def input_words(self, shape: StepShape | SampleShape) -> int:
         """How much of `packed` a shape reads."""
+        if isinstance(shape, SampleShape):
+            return SampleLayout.of(shape, self._sampler.table.vocab_size).words
         if shape.tokens:
             return MixedLayout.of(shape).words
         return shape.rows * (HEADER + shape.blocks)
@@ -133,12 +162,30 @@ class StepProgram:
         sampled = packed[at.sampled : at.query_start].long()
         return batch, SamplingRows(sampled, context_lens.long() - 1)
 
-    def _sample(self, logits: torch.Tensor, rows: SamplingRows, shape: StepShape) -> None:
+    def _sample_later(self, shape: SampleShape) -> None:
+        at = SampleLayout.of(shape, self._sampler.table.vocab_size)
+        # A mask that pads is for the row behind the last, which is nobody's or not sampled again.
+        logits, packed = self.logits[: shape.rows + 1], self.packed
+        slots, positions = packed[: at.mask_rows].view(2, -1).long()
+        rows = SamplingRows(slots, positions)
+        raw = logits[:-1].clone() if shape.features & SamplerFeature.LOGPROBS else None
+        masks = packed[at.masks : at.words].view(shape.masks, -1)
+        kernels.apply_bitmask_(logits, masks, packed[at.mask_rows : at.masks].long())
+        self._sample(logits[:-1], rows, shape, raw)
+
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        shape: StepShape | SampleShape,
+        raw: torch.Tensor | None = None,
+    ) -> None:
+        """Sample; `raw` are the logits as the model gave them, if these are not."""
         table, features = self._sampler.table, shape.features
         index = self._index[: shape.rows]
-        raw = logits
         if features & SamplerFeature.PENALTIES:
-            raw = logits.clone() if features & SamplerFeature.LOGPROBS else logits
+            if raw is None and features & SamplerFeature.LOGPROBS:
+                raw = logits.clone()
             reals = table.reals.index_select(0, rows.slots)
             penalties = PenaltyParams(
                 repetition=reals[:, 3], presence=reals[:, 4], frequency=reals[:, 5]
@@ -152,10 +199,14 @@ class StepProgram:
         if features & SamplerFeature.PENALTIES:
             kernels.count_(table.seen, rows.slots, token_ids)
         if features & SamplerFeature.LOGPROBS:
-            self._logprobs(raw, token_ids, shape)
+            self._logprobs(logits if raw is None else raw, token_ids, shape)
 
     def _draw(
-        self, logits: torch.Tensor, rows: SamplingRows, best: Peaks, shape: StepShape
+        self,
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        best: Peaks,
+        shape: StepShape | SampleShape,
     ) -> torch.Tensor | None:
         if not shape.features & SamplerFeature.RANDOM:
             return None
@@ -172,7 +223,9 @@ class StepProgram:
         )
         return kernels.draw(logits, self._index[: shape.rows], best.values_S, params)
 
-    def _logprobs(self, raw: torch.Tensor, token_ids: torch.Tensor, shape: StepShape) -> None:
+    def _logprobs(
+        self, raw: torch.Tensor, token_ids: torch.Tensor, shape: StepShape | SampleShape
+    ) -> None:
         at = ResultLayout.of(shape)
         found = token_logprobs(raw, token_ids, shape.top)
         real = self.result.view(torch.float32)

@@ -136,6 +136,12 @@ class ScriptedLauncher:
     def replay(self, plan: StepPlan) -> None:
         """A script has no steady steps."""
 
+    def replay_begin(self, plan: StepPlan) -> None:
+        """As `replay`."""
+
+    def replay_finish(self, begun: Any, rows: Any, bitmask: Any) -> None:
+        """As `replay`."""
+
     def chore(self) -> None:
         """Nor anything to prepare."""
 

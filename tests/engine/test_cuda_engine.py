@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aengine import Engine, SamplingParams
+from aengine import Engine, SamplingParams, StructuredOutput
+from aengine.engine import delayed
 from tests.model.test_files import write_gguf
 
 if TYPE_CHECKING:
@@ -59,6 +60,40 @@ def test_the_gpu_gives_the_cpus_tokens(kind: str, graphs: bool, tmp_path: Path) 
             assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
             assert a.rank == b.rank
             assert [t for t, _ in a.top] == [t for t, _ in b.top]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0}, {"temperature": 1.0, "seed": 4, "logprobs": 1, "presence_penalty": 0.5}],
+    ids=["greedy", "seeded"],
+)
+def test_masked_rows_are_graphs_too(options: dict[str, Any], tmp_path: Path) -> None:
+    """Forward and sample as two graphs once they are captured; before and after, the CPU's tokens."""
+    path = write_gguf(tmp_path / "m.gguf")
+    word = StructuredOutput.regex("[a-z]{24}")
+    masked = SamplingParams(max_tokens=40, structured=word, **options)
+    free = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+
+    async def ask(device: str, rounds: int) -> list[list[tuple[int, ...]]]:
+        settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "device": device}
+        found = []
+        async with Engine(str(path), **settings) as engine:
+            for _ in range(rounds):
+                asked = [engine.generate(p, q) for p in PROMPTS for q in (masked, free)]
+                found.append([(await each).token_ids for each in asked])
+                if rounds > 1:
+                    await asyncio.sleep(0.55)
+            if rounds > 1:
+                runner: Any = engine.parts.launcher
+                kinds = {type(shape).__name__ for shape in runner._graphs._graphs}
+                assert kinds == {"StepShape", "SampleShape"}
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delayed, "SHORTEST_JUMP", 10**6)  # another way of sampling, tested elsewhere
+        want = asyncio.run(ask("cpu", 1))
+        assert asyncio.run(ask("cuda", 8)) == want * 8
 
 
 @pytest.mark.gpu

@@ -17,6 +17,8 @@ from aengine.execute.graph_shapes import (
     DRAWS,
     MixedLayout,
     ResultLayout,
+    SampleLayout,
+    SampleShape,
     StepShape,
     chunk_sizes,
     coarse_chunk_sizes,
@@ -25,7 +27,7 @@ from aengine.execute.graph_shapes import (
     riding_sizes,
 )
 from aengine.execute.inputs import InputBuilder
-from aengine.execute.packing import HEADER, PADDING_POSITION, pack_mixed, result_rows
+from aengine.execute.packing import HEADER, PADDING_POSITION, pack_mixed, places_of
 from aengine.execute.sampler import Sampler
 from aengine.execute.sampler_state import SamplerFeature
 from aengine.execute.step_graphs import StepGraphs
@@ -55,12 +57,14 @@ class FakeStaging:
 class FakeLaunch:
     """Notes what it is given."""
 
-    shape: StepShape
+    shape: StepShape | SampleShape
     lane: Lane
 
     def launch(self, *holds: object, values: Sequence[int]) -> Any:
         packed, result = (self.lane.memory[value] for value in values)
-        if not self.shape.tokens:
+        if isinstance(self.shape, SampleShape):
+            packed = packed[: SampleLayout.of(self.shape, VOCABULARY).words]
+        elif not self.shape.tokens:
             packed = packed[: self.shape.rows * (HEADER + self.shape.blocks)]
             packed = packed.reshape(self.shape.rows, -1)
         self.lane.launched.append((self.shape, packed.copy(), result))
@@ -73,7 +77,7 @@ class Lane:
 
     def __init__(self, max_blocks: int = 8) -> None:
         self.memory: dict[int, np.ndarray[Any, Any]] = {}
-        self.launched: list[tuple[StepShape, np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+        self.launched: list[tuple[Any, np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self.made = 0
         self.sampler = Sampler(max_num_seqs=SLOTS, vocab_size=VOCABULARY, device="cpu")
         self.refuse: set[StepShape] = set()
@@ -88,7 +92,7 @@ class Lane:
             block_size=PAGE,
         )
 
-    def capture(self, shape: StepShape) -> FakeLaunch:
+    def capture(self, shape: StepShape | SampleShape) -> FakeLaunch:
         if shape in self.refuse:
             raise DeviceError("no")
         return FakeLaunch(shape, self)
@@ -191,7 +195,7 @@ def test_memory_of_a_step_in_flight_is_not_written() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"constrained": (1,)},
+        {"constrained": (1,), "prompt_logprob_rows": (1,)},
         {"forced": (ForcedTokens(slot=2, token_ids=(4,)),)},
         {"prompt_logprob_rows": (1,)},
         {"slot_inits": (init_of(2, presence_penalty=1.0),)},
@@ -362,6 +366,79 @@ def test_chunks_ride_with_decode_rows() -> None:
     assert future.handle().to_host().token_ids == [0, room + 1]
 
 
+MASKS = np.arange(4, dtype=np.int32).reshape(2, 2) + 70
+
+
+def test_rows_with_masks_are_sampled_after_the_forward() -> None:
+    lane = Lane()
+    for slot in (3, 5, 6):
+        lane.admit(slot)
+    plan = plan_of([3, 5, 6], constrained=(0, 2))
+    assert lane.graphs.replay(plan) is None
+    assert lane.graphs.begin(plan) is None, "nothing is captured yet"
+    lane.do_chores()
+    begun = lane.graphs.begin(plan)
+    assert begun is not None
+    output = lane.graphs.finish(begun.handle(), [0, 2], MASKS)
+    (forward, packed, _), (sample, words, result) = lane.launched
+    assert forward == steady(4)._replace(samples=False)
+    assert packed[:3, 0].tolist() == [3, 5, 6]
+    assert sample == SampleShape(8, 8, NONE)
+    at = SampleLayout.of(sample, VOCABULARY)
+    slots, positions = words[: at.mask_rows].reshape(2, -1)
+    assert slots.tolist() == [3, 5, 6, 0, 0, 0, 0, 0]
+    assert positions[:3].tolist() == [10, 11, 12]
+    assert words[at.mask_rows : at.masks].tolist() == [0, 2, *[8] * 6], "8 is the spare row"
+    assert words[at.masks : at.words].reshape(8, 2)[:2].tolist() == MASKS.tolist()
+    result[:8] = np.arange(8) + 20
+    read = output.handle().to_host()
+    assert (read.token_ids, set(read.unsampled)) == ([20, 21, 22], set())
+    assert lane.made == 2, "one for the forward, one for the sample"
+
+
+def test_a_late_mask_leaves_its_row_unsampled() -> None:
+    lane = Lane()
+    for slot in (3, 5, 6):
+        lane.admit(slot)
+    plan = plan_of([3, 5, 6], constrained=(0, 2))
+    assert lane.graphs.begin(plan) is None
+    lane.do_chores()
+    begun = lane.graphs.begin(plan)
+    assert begun is not None
+    output = lane.graphs.finish(begun.handle(), [2], MASKS[:1])
+    _, words, result = lane.launched[1]
+    assert words[:3].tolist() == [0, 5, 6]
+    result[:8] = np.arange(8) + 20
+    read = output.handle().to_host()
+    assert (read.token_ids, set(read.unsampled)) == ([0, 21, 22], {0})
+
+
+def test_masks_of_a_step_with_chunks_find_their_rows() -> None:
+    lane = Lane()
+    lane.admit(3)
+    plan = plan_of(
+        [3, 9],
+        num_decode=1,
+        starts=np.array([6, 0], dtype=np.int32),
+        lengths=np.array([1, 5], dtype=np.int32),
+        prefill_token_ids=np.arange(5, dtype=np.int32),
+        slot_inits=(init_of(9, temperature=0.7, seed=1),),
+        constrained=(1,),
+    )
+    assert lane.graphs.begin(plan) is None
+    lane.do_chores()
+    begun = lane.graphs.begin(plan)
+    assert begun is not None
+    lane.graphs.finish(begun.handle(), [1], MASKS[:1])
+    forward, (sample, words, _) = lane.launched[0][0], lane.launched[1]
+    assert sample.rows >= forward.rows
+    assert sample.features == DRAWS
+    at = SampleLayout.of(sample, VOCABULARY)
+    assert words[[0, forward.decode]].tolist() == [3, 9]
+    assert words[at.positions + forward.decode] == 4
+    assert words[at.mask_rows] == forward.decode
+
+
 @given(st.data())
 def test_a_packed_step_says_what_the_eager_inputs_say(data: st.DataObject) -> None:
     num_decode = data.draw(st.integers(0, 8))
@@ -406,7 +483,7 @@ def test_a_packed_step_says_what_the_eager_inputs_say(data: st.DataObject) -> No
     sampling = [r for r, samples in zip(row, plan.samples, strict=True) if samples]
     last = packed[at.logit_index : at.token_ids][sampling].tolist()
     assert [token.index(t) for t in last] == logits_of(eager)
-    assert result_rows(plan, shape).tolist() == sampling
+    assert places_of(plan, shape, np.flatnonzero(plan.samples).tolist()) == sampling
     sampled = packed[at.sampled : at.query_start]
     assert sampled[sampled > 0].tolist() == [plan.slots[i] for i in np.flatnonzero(plan.samples)]
 

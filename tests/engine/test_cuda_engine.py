@@ -69,7 +69,7 @@ def test_the_gpu_gives_the_cpus_tokens(kind: str, graphs: bool, tmp_path: Path) 
     ids=["greedy", "seeded"],
 )
 def test_masked_rows_are_graphs_too(options: dict[str, Any], tmp_path: Path) -> None:
-    """Forward and sample as two graphs once they are captured; before and after, the CPU's tokens."""
+    """Forward and sample are two graphs once captured; the tokens are the CPU's all along."""
     path = write_gguf(tmp_path / "m.gguf")
     word = StructuredOutput.regex("[a-z]{24}")
     masked = SamplingParams(max_tokens=40, structured=word, **options)

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from aengine import Engine, RequestError, SamplingParams, StructuredOutput
+from aengine import AEngineError, Engine, RequestOutput, SamplingParams, StructuredOutput
 
 SCHEMA = {
     "type": "object",
@@ -21,20 +21,19 @@ PARAMS = SamplingParams(structured=StructuredOutput.json(SCHEMA), temperature=0,
 TASK = f"Describe the letter as JSON of this schema: {json.dumps(SCHEMA)}\n\nThe letter:\n"
 
 
-async def extract(engine: Engine, letter: str) -> dict[str, Any] | None:
-    """The object; None if the letter is too long for the model or the answer was cut."""
-    try:
-        result = await engine.generate([{"role": "user", "content": TASK + letter}], PARAMS)
-        return json.loads(result.text) if result.finish_reason == "stop" else None
-    except RequestError:
-        return None  # the other letters go on
-
-
 def read(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted(folder.glob("*.txt"))}
 
 
 async def extract_folder(engine: Engine, folder: Path) -> dict[str, dict[str, Any] | None]:
-    letters = await asyncio.to_thread(read, folder)  # all at once: the engine queues them
-    found = await asyncio.gather(*(extract(engine, letter) for letter in letters.values()))
-    return dict(zip(letters, found, strict=True))
+    """The objects by file name; None if a letter is too long or its answer was cut."""
+    letters = await asyncio.to_thread(read, folder)
+    prompts = [[{"role": "user", "content": TASK + letter}] for letter in letters.values()]
+    found = await engine.generate_many(prompts, PARAMS, return_exceptions=True)
+    return dict(zip(letters, map(parse, found), strict=True))
+
+
+def parse(found: RequestOutput | AEngineError) -> dict[str, Any] | None:
+    if isinstance(found, AEngineError) or found.finish_reason != "stop":
+        return None
+    return json.loads(found.text)

@@ -131,3 +131,17 @@ def test_the_finder_of_blocks_sees_them(tmp_path: Path) -> None:
         Block("x = 2\n", 16, True, True),
         Block("w = 1\n", 21, False, True),
     ]
+
+
+def test_the_architecture_page_names_files_that_are_there() -> None:
+    """And every room: the page is how a newcomer finds the way."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    package = ROOT / "aengine"
+    named = set(re.findall(r"`([a-z_]+(?:/[a-z_*]+)?\.py)`", text))
+    assert len(named) > 30
+    missing = {
+        name for name in named if not list(package.glob(name)) and not (ROOT / name).exists()
+    }
+    assert missing == {"tests/test_architecture.py"} - named
+    rooms = {path.name for path in package.iterdir() if path.is_dir()} - {"__pycache__"}
+    assert {room for room in rooms if f"`{room}/`" not in text} == set()

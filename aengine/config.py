@@ -109,6 +109,7 @@ class EngineConfig:
             open (restored at close); None leaves it alone.
         trace: path of a Chrome trace to write at close; None: no trace.
         load_format: "auto", or "dummy" for random weights.
+        metrics: a `prometheus_client.CollectorRegistry` for the engine's series; None: no metrics.
         cuda_graphs: launch steady decode steps as captured graphs (on a GPU).
 
     Raises:
@@ -128,6 +129,7 @@ class EngineConfig:
     trace: str | None = None
     load_format: Literal["auto", "dummy"] = "auto"
     cuda_graphs: bool = True
+    metrics: Any = None
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aengine.engine.channel import Channel
+    from aengine.engine.metrics import Metrics
     from aengine.errors import AEngineError
     from aengine.outputs import Chunk
 
@@ -20,18 +21,28 @@ if TYPE_CHECKING:
 
 
 class Outbox:
-    """Chunks on their way to their callers' loops. Used by the engine's thread only."""
+    """Chunks on their way to their callers' loops. Used by the engine's thread only.
 
-    def __init__(self, engine_loop: asyncio.AbstractEventLoop) -> None:
+    `metrics`, if any, sees each last chunk that leaves, and the counts at every flush.
+    """
+
+    def __init__(
+        self, engine_loop: asyncio.AbstractEventLoop, metrics: Metrics | None = None
+    ) -> None:
         self._engine_loop = engine_loop
+        self._metrics = metrics
         self._parcels: dict[asyncio.AbstractEventLoop, list[Parcel]] = {}
 
     def post(self, channel: Channel, item: Chunk | AEngineError) -> None:
         """Queue one chunk, or the error that ends the request."""
+        if self._metrics is not None and not isinstance(item, Exception) and item.finish_reason:
+            self._metrics.ended(item)
         self._parcels.setdefault(channel.loop, []).append((channel, item))
 
     def flush(self) -> list[Channel]:
         """Send everything. Returns the channels whose loop is closed: nobody will read them."""
+        if self._metrics is not None:
+            self._metrics.look()
         lost: list[Channel] = []
         parcels, self._parcels = self._parcels, {}
         for loop, items in parcels.items():

@@ -25,6 +25,7 @@ from aengine.engine.inbox import Inbox
 from aengine.engine.intake import Intake
 from aengine.engine.lifecycle import Lifecycle
 from aengine.engine.messages import Call, Wake
+from aengine.engine.metrics import Metrics
 from aengine.engine.steps import StepLoop
 from aengine.errors import EngineClosedError, EngineDeadError
 
@@ -137,7 +138,12 @@ class EngineService:
             parts.device.adopt_loop()
         delayed = self._delayed = DelayedSampling(parts, lambda: _wake(inbox))
         self._core = EngineCore(
-            parts, inbox, Outbox(loop), delayed, Intake(self.config.scheduler), self.clock
+            parts,
+            inbox,
+            Outbox(loop, self._metrics(parts)),
+            delayed,
+            Intake(self.config.scheduler),
+            self.clock,
         )
         chores = self._chores = Chores(parts.launcher, parts.device)
         gate = self._gate = Gate(self._core, parts.scheduler)
@@ -152,6 +158,12 @@ class EngineService:
             self.clock,
             max_steps_in_flight=self.config.scheduler.max_steps_in_flight,
         )
+
+    def _metrics(self, parts: EngineParts) -> Metrics | None:
+        registry = self.config.metrics
+        if registry is None:
+            return None
+        return Metrics(registry, model_name=parts.model_name, stats=parts.scheduler.stats)
 
     def _die(self, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):

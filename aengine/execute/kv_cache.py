@@ -91,33 +91,50 @@ def size_cache(
         max_num_seqs, max_model_len: more than this many full sequences is never needed.
 
     Raises:
-        OutOfMemoryError: not even one sequence of `max_model_len` fits; the hint says what would.
+        OutOfMemoryError: not even one sequence of `max_model_len` fits, or more is asked for than
+            is free; the hint says what would do.
     """
     per_sequence = -(-max_model_len // spec.block_size)
     budget = _budget(config, free_bytes)
     blocks = min(budget // spec.bytes_per_block, per_sequence * max_num_seqs)
-    if blocks < per_sequence:
-        fits = blocks * spec.block_size
-        needed = per_sequence * spec.bytes_per_block
-        raise OutOfMemoryError(
-            f"the KV cache gets {_mib(budget)}, but one sequence of max_model_len={max_model_len} "
-            f"needs {_mib(needed)} ({_mib(free_bytes)} are free, weights take "
-            f"{_mib(weight_bytes)}); use max_model_len={max(fits, 2)} or less, or give "
-            f"kv_cache_memory={needed} or more",
-            breakdown={
-                "weights": weight_bytes,
-                "kv_cache": budget,
-                "free": free_bytes,
-                "one_sequence": needed,
-            },
-            hint=f"max_model_len={max(fits, 2)}",
-        )
-    return blocks
+    there = free_bytes // spec.bytes_per_block
+    if per_sequence <= blocks <= there:
+        return blocks
+    needed = per_sequence * spec.bytes_per_block
+    proposals = _proposals(spec, min(blocks, there), per_sequence, there, over=blocks > there)
+    raise OutOfMemoryError(
+        f"the KV cache gets {_mib(budget)}, and one sequence of max_model_len={max_model_len} "
+        f"needs {_mib(needed)} ({_mib(free_bytes)} are free, weights take "
+        f"{_mib(weight_bytes)}); "
+        + (f"use {', or '.join(proposals)}" if proposals else "no context fits: free some memory"),
+        breakdown={
+            "weights": weight_bytes,
+            "kv_cache": budget,
+            "free": free_bytes,
+            "one_sequence": needed,
+        },
+        hint=proposals[0].removesuffix(" or less") if proposals else "",
+    )
+
+
+def _proposals(
+    spec: KVCacheSpec, blocks: int, per_sequence: int, there: int, *, over: bool
+) -> list[str]:
+    """Settings that would do. `over`: more was asked for than the `there` blocks that are free."""
+    found = []
+    memory = there if over else per_sequence
+    if blocks < per_sequence and blocks * spec.block_size >= 2:
+        found.append(f"max_model_len={blocks * spec.block_size} or less")
+        if over:
+            found[-1] += f" with kv_cache_memory={memory * spec.bytes_per_block}"
+    if per_sequence <= there:
+        found.append(f"kv_cache_memory={memory * spec.bytes_per_block}")
+    return found
 
 
 def fit_context(spec: KVCacheSpec, config: KVCacheConfig, *, free_bytes: int, longest: int) -> int:
     """The longest context, up to the model's, of which one sequence fits the cache's budget."""
-    fits = _budget(config, free_bytes) // spec.bytes_per_block * spec.block_size
+    fits = min(_budget(config, free_bytes), free_bytes) // spec.bytes_per_block * spec.block_size
     return max(2, min(longest, fits))
 
 

@@ -11,6 +11,7 @@ struct buffers {
     int8_t *hi, *lo;
     struct cpu_block_info *info;
     float *scratch; /* per worker */
+    float *parts;   /* attention of each item's chunks, where they are computed apart */
     int64_t scratch_floats;
     int32_t *items; /* attention work: row, kv head, first token, in threes */
     int64_t wide;   /* columns that hi, lo and info have room for */
@@ -26,6 +27,7 @@ struct run {
     const struct cpu_step *s;
     struct buffers b;
     int64_t layer;
+    int64_t chunks, part_floats;
     /* the loop in progress */
     const float *from;
     const float *norm;
@@ -131,44 +133,7 @@ static void turn_token(void *context, int64_t t, int worker)
            (size_t)width * sizeof(float));
 }
 
-static void attend_item(void *context, int64_t item, int worker)
-{
-    struct run *r = context;
-    struct cpu_model *m = r->m;
-    const struct cpu_step *s = r->s;
-    const int32_t *it = r->b.items + 3 * item;
-    int64_t row = it[0], kv_head = it[1], t = it[2], group = m->heads / m->kv_heads;
-    int64_t end = t + CPU_MAX_QUERIES / group, limit = 0;
-    if (end > s->query_start[row + 1])
-        end = s->query_start[row + 1];
-    struct cpu_queries q = {.count = 0};
-    for (int64_t u = t; u < end; u++)
-        for (int64_t g = 0; g < group; g++) {
-            q.q[q.count] = r->b.q + (u * m->heads + kv_head * group + g) * m->dim;
-            q.limit[q.count++] = s->positions[u] + 1;
-            limit = s->positions[u] + 1 > limit ? s->positions[u] + 1 : limit;
-        }
-    struct cpu_kv kv = {s->keys[r->layer], s->values[r->layer], s->tables + row * s->table_width,
-                        s->block_size, m->kv_heads * m->dim, kv_head * m->dim, (int)m->dim};
-    float *scratch = r->b.scratch + worker * r->b.scratch_floats;
-    float *rest = scratch + cpu_attention_scratch_floats((int)m->dim);
-    struct cpu_softmax all = {rest, rest + 64, rest + 128};
-    rest += 128 + CPU_MAX_QUERIES * m->dim;
-    struct cpu_softmax part = {rest, rest + 64, rest + 128};
-    float scale = 1.0f / sqrtf((float)m->dim);
-    m->kernels->attend_chunk(&q, &kv, 0, scale, &all, scratch);
-    for (int64_t first = CPU_KV_CHUNK; first < limit; first += CPU_KV_CHUNK) {
-        m->kernels->attend_chunk(&q, &kv, first, scale, &part, scratch);
-        for (int i = 0; i < q.count; i++)
-            if (q.limit[i] > first)
-                m->kernels->merge(&all, &part, i, (int)m->dim);
-    }
-    for (int i = 0; i < q.count; i++) {
-        float *out = r->b.attended + (q.q[i] - r->b.q), inverse = 1.0f / all.sum[i];
-        for (int64_t d = 0; d < m->dim; d++)
-            out[d] = all.acc[i * m->dim + d] * inverse;
-    }
-}
+#include "_cpu_forward_attend.inc.h"
 
 static int64_t list_items(struct run *r)
 {
@@ -216,7 +181,7 @@ static void run_layer(struct run *r, int64_t items)
     add_product(r, matrix_of(r, W_V), r->b.v, kv_width, vector_of(r, V_V_BIAS), 0);
     multiply(r);
     cpu_pool_run(m->pool, tokens, turn_token, r);
-    cpu_pool_run(m->pool, items, attend_item, r);
+    attend(r, items);
     prepare(r, r->b.attended, NULL, q_width, tokens, matrix_of(r, W_O)->terms);
     r->num_products = 0;
     add_product(r, matrix_of(r, W_O), r->b.x, m->hidden, NULL, 1);
@@ -291,12 +256,16 @@ static size_t lay_out(struct run *r, char *base)
     b->info = take(&at, n * (size_t)(wide / CPU_BLOCK) * sizeof(struct cpu_block_info));
     b->scratch = take(&at, (size_t)cpu_pool_threads(m->pool) * (size_t)b->scratch_floats * 4);
     b->items = take(&at, (n + (size_t)r->s->rows) * (size_t)m->kv_heads * 3 * 4);
+    r->part_floats = (m->heads / m->kv_heads * (m->dim + 2) + 15) / 16 * 16;
+    if (r->chunks > 1)
+        b->parts = take(&at, (size_t)(r->s->rows * m->kv_heads * r->chunks * r->part_floats) * 4);
     return (size_t)(at - base);
 }
 
 int cpu_forward(struct cpu_model *m, const struct cpu_step *s)
 {
     struct run r = {.m = m, .s = s};
+    r.chunks = count_chunks(&r);
     size_t bytes = lay_out(&r, NULL);
     if (bytes > m->memory_bytes) {
         free(m->memory);

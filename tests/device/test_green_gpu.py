@@ -39,11 +39,13 @@ def green(lanes: Lanes) -> list[LanePair]:
 def where() -> Callable[[Any], Any]:
     """`where(out)`: a kernel whose every program notes the SM that it ran on."""
     triton = pytest.importorskip("triton")
+    # Global: what a kernel names is looked up in its module.
+    global tl, smid
     import triton.language as tl
     from triton.language.extra.cuda import smid
 
     @triton.jit
-    def note_sm(out: Any, spins: Any) -> None:
+    def note_sm(out, spins):
         value = smid()
         # Long enough that the programs spread over all SMs that they may use.
         for _ in range(spins):

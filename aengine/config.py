@@ -110,6 +110,8 @@ class EngineConfig:
         trace: path of a Chrome trace to write at close; None: no trace.
         load_format: "auto", or "dummy" for random weights.
         metrics: a `prometheus_client.CollectorRegistry` for the engine's series; None: no metrics.
+        mux: chooses how prefill and decode share the device (an object with `select`, see
+            `aengine.policy.mux`); None: they take turns.
         cuda_graphs: launch steady decode steps as captured graphs (on a GPU).
 
     Raises:
@@ -130,6 +132,7 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     cuda_graphs: bool = True
     metrics: Any = None
+    mux: Any = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -152,6 +155,10 @@ class EngineConfig:
             _at_least("cpu_threads", self.cpu_threads, 1, 1024)
         if self.switch_interval is not None:
             _positive("switch_interval", self.switch_interval)
+        policy = self.mux
+        select = None if isinstance(policy, type) else getattr(policy, "select", None)
+        if policy is not None and not callable(select):
+            raise ConfigError(f"mux={self.mux!r} must be an object with a method select(load)")
         if self.load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format={self.load_format!r} must be 'auto' or 'dummy'")
 

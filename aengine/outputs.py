@@ -122,6 +122,9 @@ class EngineStats:
     kv_blocks_in_use: int = 0
     kv_blocks_leased: int = 0
     """Freed, but a launched step may still touch them: reusable when it is done."""
+    mux: Mapping[str, Any] = field(default_factory=dict)
+    """With `mux`: switches, faults of the policy, and by partition the share of time and the mean
+    decode step (seconds)."""
     device: Mapping[str, Any] = field(default_factory=dict)
 
     @property

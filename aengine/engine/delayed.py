@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from aengine.batch import StepPlan
     from aengine.device.future import DeviceFuture
+    from aengine.device.protocols import Stream
     from aengine.engine.parts import EngineParts
     from aengine.errors import GenerationError
     from aengine.execute.launcher import StepOutput
@@ -122,13 +123,22 @@ class DelayedSampling:
         faults, self._faults = self._faults, []
         return faults
 
-    async def sample(self, plan: StepPlan, begun: DeviceFuture[Any]) -> DeviceFuture[StepOutput]:
-        """Sample the constrained rows of a begun step as soon as their masks are there."""
+    async def sample(
+        self,
+        plan: StepPlan,
+        begun: DeviceFuture[Any],
+        stream: Stream | None = None,
+    ) -> DeviceFuture[StepOutput]:
+        """Sample the constrained rows of a begun step as soon as their masks are there.
+
+        `stream` is the one that began it; default: that of steps that are not split.
+        """
         rows, masks = await self._grammar_masks(plan)
-        stream = self._parts.forward_stream
         launcher = self._parts.launcher
         replayed = launcher.replay_finish(begun, rows, masks)
-        return replayed or stream.launch(launcher.finish, begun, rows, masks)
+        return replayed or (stream or self._parts.forward_stream).launch(
+            launcher.finish, begun, rows, masks
+        )
 
     async def _grammar_masks(self, plan: StepPlan) -> tuple[list[int], Bitmask]:
         """Masks of the constrained rows; rows that are late or over are left out."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from aengine.device.cpu import CpuDevice
 from aengine.device.cuda import CudaDevice
+from aengine.device.lanes import use_threads
 from aengine.device.trace import Trace
 from aengine.engine.grammars import Grammars
 from aengine.engine.parts import EngineParts
@@ -102,6 +103,7 @@ async def load_parts(
         ),
         launcher=model.runner,
         memory=_memory(config, files, model, index),
+        set_threads=use_threads if index is None else None,
         device=device,
         forward_stream=stream,
         codec=Codec(files.tokenizer, files.chat),

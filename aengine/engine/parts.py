@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from aengine.config import EngineConfig
+    from aengine.device.lanes import Lanes
     from aengine.device.protocols import Device, Stream
     from aengine.device.trace import Trace
     from aengine.engine.detokenize import TokenTable
@@ -37,6 +38,9 @@ class EngineParts:
     grammars: Grammars
     memory: ModelMemory | None = None
     """What `sleep` and `update_weights` work on; a scripted model has none."""
+    set_threads: Callable[[int], object] | None = None
+    """Sets the threads that computing uses on the calling thread."""
+    lanes: Lanes | None = None
     trace: Trace | None = None
     trace_path: str | None = None
 
@@ -55,6 +59,8 @@ class EngineParts:
         self.text_thread.close()
         self.grammars.close()
         self.device.close()
+        if self.lanes is not None:
+            self.lanes.close()
         if self.trace is not None and self.trace_path is not None:
             self.trace.write(self.trace_path)
 

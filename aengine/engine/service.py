@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from aengine.engine.chores import Chores
@@ -26,8 +27,10 @@ from aengine.engine.intake import Intake
 from aengine.engine.lifecycle import Lifecycle
 from aengine.engine.messages import Call, Wake
 from aengine.engine.metrics import Metrics
+from aengine.engine.mux_loop import MuxLoop, make_lanes
 from aengine.engine.steps import StepLoop
 from aengine.errors import EngineClosedError, EngineDeadError
+from aengine.policy.mux import takes_turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -148,16 +151,15 @@ class EngineService:
         chores = self._chores = Chores(parts.launcher, parts.device)
         gate = self._gate = Gate(self._core, parts.scheduler)
         self._lifecycle = Lifecycle(parts, self._core, gate, lambda: _wake(inbox))
-        self._steps = StepLoop(
-            parts,
-            self._core,
-            inbox,
-            delayed,
-            chores,
-            gate,
-            self.clock,
-            max_steps_in_flight=self.config.scheduler.max_steps_in_flight,
-        )
+        depth = self.config.scheduler.max_steps_in_flight
+        pieces = (parts, self._core, inbox, delayed, chores, gate, self.clock)
+        if takes_turns(self.config.mux):
+            self._steps = StepLoop(*pieces, max_steps_in_flight=depth)
+        else:
+            parts.lanes = make_lanes(parts, self.config.cpu_threads)
+            self._steps = MuxLoop(
+                *pieces, max_steps_in_flight=depth, policy=self.config.mux, lanes=parts.lanes
+            )
 
     def _metrics(self, parts: EngineParts) -> Metrics | None:
         registry = self.config.metrics
@@ -271,7 +273,9 @@ class EngineService:
         """A snapshot; to be called on the service's loop."""
         assert self._core is not None
         assert self._steps is not None
-        return self._core.stats(steps=self._steps.steps_launched, in_flight=self._steps.in_flight)
+        steps = self._steps
+        stats = self._core.stats(steps=steps.steps_launched, in_flight=steps.in_flight)
+        return replace(stats, mux=steps.mux_stats())
 
     def heartbeat_age(self) -> float | None:
         """Seconds since the step loop last came round; None while it is not running."""

@@ -10,14 +10,14 @@ import asyncio
 import contextlib
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aengine.batch import StepResult
 from aengine.engine.messages import Abort, AbortById, Call, Close, Prepared, Submit
 from aengine.errors import DeviceLostError, RequestAbortedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from aengine.batch import StepPlan
     from aengine.device.future import DeviceFuture
@@ -90,6 +90,10 @@ class StepLoop:
     @property
     def in_flight(self) -> int:
         return len(self._steps)
+
+    def mux_stats(self) -> Mapping[str, Any]:
+        """How the lanes were used; nothing to tell where there are none."""
+        return {}
 
     async def run(self) -> None:
         """Serve until told to close. Device errors come out; faults of one step or row do not."""
@@ -171,17 +175,13 @@ class StepLoop:
             await self._settle_oldest()
 
     async def _settle_oldest(self) -> None:
-        step = self._steps[0]
-        try:
-            result = (await step.output).to_host()
-        except DeviceLostError:
-            raise
-        except Exception as error:
-            # A fault of this step: its rows end with the error, the others go on.
-            result = failed(step.plan, error)
+        result = await result_of(self._steps[0])
         self._steps.popleft()
+        self._settle(result)
+
+    def _settle(self, result: StepResult) -> None:
         updates = self._scheduler.update(result, self._clock())
-        self._core.settle(self._delayed.advance(updates, step.plan.step_id))
+        self._core.settle(self._delayed.advance(updates, result.step_id))
 
     def _take_messages(self) -> None:
         for message in self._inbox.take():
@@ -232,6 +232,20 @@ async def _reached(output: DeviceFuture[StepOutput]) -> None:
     """Return when the step is done, well or not: settling it tells which."""
     with contextlib.suppress(Exception):
         await output
+
+
+async def result_of(step: LaunchedStep) -> StepResult:
+    """What a step brought. A fault of the step ends its rows with the error, the others go on.
+
+    Raises:
+        DeviceLostError: the device is gone.
+    """
+    try:
+        return (await step.output).to_host()
+    except DeviceLostError:
+        raise
+    except Exception as error:
+        return failed(step.plan, error)
 
 
 def failed(plan: StepPlan, error: Exception) -> StepResult:

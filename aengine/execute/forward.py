@@ -60,6 +60,19 @@ class NativeForward:
             index = torch.arange(len(batch.token_ids))
         logits = torch.empty(len(index), self.vocab_size)
         num_blocks, block_size = self._kv_cache[0].k.shape[:2]
+        # Two lanes may call at once.
+        with self._model.busy:
+            self._forward(batch, index, logits, num_blocks, block_size)
+        return logits
+
+    def _forward(
+        self,
+        batch: ForwardBatch,
+        index: torch.Tensor,
+        logits: torch.Tensor,
+        num_blocks: int,
+        block_size: int,
+    ) -> None:
         self._model.forward(
             token_ids=batch.token_ids.numpy(),
             positions=batch.positions.numpy(),
@@ -74,4 +87,3 @@ class NativeForward:
             block_size=block_size,
             out=logits.numpy(),
         )
-        return logits

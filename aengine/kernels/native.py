@@ -9,6 +9,7 @@ depend on the batch that it is in. See `docs/design/cpu-kernels.md`.
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -145,6 +146,8 @@ class NativeModel:
         self.spec = spec
         self.nbytes = 0
         self._used: set[str] = set()
+        self.busy = threading.Lock()
+        """Held while a step is computed: the model has room for one at a time."""
         self._module: Any = module
         isa = os.environ.get("AENGINE_CPU_ISA", "")
         if isa and isa not in module.isas():

@@ -6,6 +6,7 @@ The model gets it by argument; there is no current context.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from aengine.kernels.attention import plan_attention, run_attention, write_kv
@@ -60,6 +61,14 @@ class AttentionBackend(Protocol):
         ...
 
 
+class _Planned(threading.local):
+    """What is kept of a batch. By thread: two lanes of a CPU, each a thread, compute at once."""
+
+    def __init__(self) -> None:
+        self.batch: ForwardBatch | None = None
+        self.plans: dict[int | None, list[AttentionGroup]] = {}
+
+
 class TorchBackend:
     """The plain-torch attention, for CPUs and as the oracle of others.
 
@@ -68,8 +77,7 @@ class TorchBackend:
     """
 
     def __init__(self) -> None:
-        self._batch: ForwardBatch | None = None
-        self._plans: dict[int | None, list[AttentionGroup]] = {}
+        self._planned = _Planned()
 
     def write(
         self,
@@ -108,10 +116,10 @@ class TorchBackend:
     def _plan(
         self, q_TND: torch.Tensor, batch: ForwardBatch, kv: KVLayer, window: int | None
     ) -> list[AttentionGroup]:
-        if self._batch is not batch:
-            self._batch, self._plans = batch, {}
-        if window not in self._plans:
-            self._plans[window] = plan_attention(
+        if self._planned.batch is not batch:
+            self._planned.batch, self._planned.plans = batch, {}
+        if window not in self._planned.plans:
+            self._planned.plans[window] = plan_attention(
                 batch.block_tables,
                 batch.query_start,
                 batch.context_lens,
@@ -122,4 +130,4 @@ class TorchBackend:
                 num_decode=batch.num_decode,
                 max_context_len=batch.max_context_len,
             )
-        return self._plans[window]
+        return self._planned.plans[window]

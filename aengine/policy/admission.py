@@ -47,6 +47,11 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that the waiting sequences know."""
+        return self._tokens
+
     def accept(self, request: Request, now: float) -> Sequence:
         """Check a new request against the limits and make its record, outside the queue still.
 

@@ -171,6 +171,11 @@ class PriorityStreams:
         return load.lanes.without_groups if load.contended else load.lanes.plain
 
 
+def takes_turns(policy: MuxPolicy | None) -> bool:
+    """Whether a policy never wants prefill and decode side by side."""
+    return policy is None or isinstance(policy, (Exclusive, ChunkedOnly))
+
+
 class GuardedMux:
     """A policy that cannot stop the engine: what raises or makes no sense is "no split".
 

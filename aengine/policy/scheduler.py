@@ -28,7 +28,7 @@ from aengine.policy.planning import Chunk, Draft, LaunchedStep, Work, launch
 from aengine.policy.row_table import RowTable
 from aengine.policy.sequence import RowUpdate, Sequence
 from aengine.policy.settling import settle
-from aengine.policy.stats import SchedulerStats
+from aengine.policy.stats import SchedulerStats, WorkAhead, snapshot, work_ahead
 from aengine.request import FinishReason, RequestState
 
 if TYPE_CHECKING:
@@ -383,18 +383,14 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """A snapshot of counts."""
-        pool, cache = self._memory.pool, self._memory.cache
-        return SchedulerStats(
+        return snapshot(
+            self._memory,
             running=self.num_running,
             waiting=self.num_waiting,
             steps_in_flight=len(self._in_flight),
             preemptions=self._preemptions,
-            total_blocks=pool.num_blocks,
-            free_blocks=pool.num_free,
-            cached_blocks=pool.num_cached,
-            leased_blocks=pool.num_leased,
-            used_blocks=pool.num_used,
-            cache_nodes=cache.num_nodes,
-            cache_queried_tokens=cache.queried_tokens,
-            cache_hit_tokens=cache.hit_tokens,
         )
+
+    def ahead(self, now: float) -> WorkAhead:
+        """What there is to do for each lane."""
+        return work_ahead(self._rows, self._prefilling, self._queue, Work.DECODE, now)

@@ -257,6 +257,8 @@ class EngineCore:
     def _forget(self, seq_id: int) -> LiveSequence | None:
         live = self._live.pop(seq_id, None)
         if live is not None:
+            if self._parts.trace is not None:
+                live.trace(self._parts.trace, self._clock())
             self._delayed.detach(seq_id)
             ids = self._by_channel[live.channel]
             ids.discard(seq_id)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from aengine.outputs import Chunk, RequestMetrics, Usage
@@ -11,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aengine.batch import TokenLogprobs
+    from aengine.device.trace import Trace
     from aengine.engine.channel import Channel
     from aengine.engine.detokenize import Detokenizer
     from aengine.request import FinishReason, Request
@@ -52,6 +55,19 @@ class LiveSequence:
             e2e=now - self.arrival,
             preemptions=self.preemptions,
         )
+
+    def trace(self, trace: Trace, now: float) -> None:
+        """Draw this sequence, which has ended, on a track of its own."""
+        # The trace has a clock of its own.
+        offset = time.perf_counter_ns() - round(now * 1e9)
+        track = f"request {self.request.request_id} #{self.request.seq_id}"
+        moments = [self.arrival, self.scheduled, self.first_token, now]
+        phases = ("queue", "prefill", "decode")
+        for name, (start, end) in zip(phases, pairwise(moments), strict=True):
+            if start is not None:
+                until = now if end is None else end
+                span = [round(moment * 1e9) + offset for moment in (start, until)]
+                trace.span(name, *span, track=track, args={"index": self.request.index})
 
     def chunk(
         self,

@@ -30,7 +30,7 @@ from aengine.engine.metrics import Metrics
 from aengine.engine.mux_loop import MuxLoop, make_lanes
 from aengine.engine.steps import StepLoop
 from aengine.errors import EngineClosedError, EngineDeadError
-from aengine.policy.mux import takes_turns
+from aengine.policy.mux import ChunkedOnly, takes_turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -154,6 +154,8 @@ class EngineService:
         depth = self.config.scheduler.max_steps_in_flight
         pieces = (parts, self._core, inbox, delayed, chores, gate, self.clock)
         if takes_turns(self.config.mux):
+            if isinstance(self.config.mux, ChunkedOnly):
+                parts.scheduler.chunk_beside_decode = self.config.mux.chunk
             self._steps = StepLoop(*pieces, max_steps_in_flight=depth)
         else:
             parts.lanes = make_lanes(parts, self.config.cpu_threads)

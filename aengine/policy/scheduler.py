@@ -66,6 +66,8 @@ class Scheduler:
         self._prefilling: list[Sequence] = []
         self._in_flight: dict[int, LaunchedStep] = {}
         self._deadlines = Deadlines(self._live)
+        self.chunk_beside_decode = config.max_num_batched_tokens
+        """Most tokens of prompts in a step that decodes too."""
         self._next_step = 1
         self._epoch = 0
         self._preemptions = 0
@@ -181,6 +183,8 @@ class Scheduler:
                 going &= rows.free_for(work)
             draft.decode_slots = np.flatnonzero(going).astype(np.int32)
         budget = self._config.max_num_batched_tokens - len(draft.decode_slots)
+        if len(draft.decode_slots):
+            budget = min(budget, self.chunk_beside_decode)
         if work is not Work.DECODE:
             budget = self._continue_prefills(draft, budget)
             if all_served:

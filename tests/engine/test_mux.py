@@ -18,7 +18,7 @@ from aengine import (
     StructuredOutput,
 )
 from aengine.batch import LaneKind, SmPartition
-from aengine.device import FakeDevice
+from aengine.device import FakeDevice, Trace
 from aengine.errors import ConfigError
 from aengine.policy.mux import ChunkedOnly, Exclusive, MuxLoad, PriorityStreams
 from aengine.policy.mux_slo import SloFeedback
@@ -372,9 +372,10 @@ async def test_a_storm(seed: int) -> None:
         assert stats.free_blocks + stats.cached_blocks == stats.total_blocks
 
 
-async def test_stats_and_trace_tell_the_partitions(tmp_path: Any) -> None:
+async def test_stats_and_trace_tell_the_partitions() -> None:
     device = FakeDevice()
     async with engine_on(device, mux=Threshold()) as engine:
+        trace = engine.parts.trace = Trace()
         with device.playing():
             asked = [engine.generate([i] * 30, params(20)) for i in range(6)]
             await asyncio.gather(*asked)
@@ -384,3 +385,20 @@ async def test_stats_and_trace_tell_the_partitions(tmp_path: Any) -> None:
     assert "green 6+2" in mux["share"] or "green 4+4" in mux["share"]
     assert set(mux["decode_step"]) <= set(mux["share"])
     assert all(seconds > 0 for seconds in mux["decode_step"].values())
+    steps = [event for event in trace.events() if event.get("cat", "").startswith("lane ")]
+    assert {event["cat"] for event in steps} == {"lane prefill", "lane decode"}
+    assert {event["args"]["partition"] for event in steps} <= set(mux["share"])
+
+
+async def test_chunked_only_bounds_the_prompt_tokens_beside_decode() -> None:
+    device = FakeDevice()
+    async with engine_on(device, mux=ChunkedOnly(5)) as engine:
+        first = engine.generate([1, 2], params(12))
+        with device.playing():
+            await anext(first)
+            check([9] * 30, (await engine.generate([9] * 30, params(2))).token_ids)
+            await first
+        launcher: Any = engine.parts.launcher
+        mixed = [p for p in launcher.plans if p.num_decode and len(p.prefill_token_ids)]
+    assert mixed
+    assert max(len(plan.prefill_token_ids) for plan in mixed) == 5

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aengine.batch import StepResult
+from aengine.engine.lateness import Lateness
 from aengine.engine.messages import Abort, AbortById, Call, Close, Prepared, Submit
 from aengine.errors import DeviceLostError, RequestAbortedError
 
@@ -30,13 +31,9 @@ if TYPE_CHECKING:
     from aengine.engine.parts import EngineParts
     from aengine.execute.launcher import StepOutput
 
-LAUNCH_LEAD = 0.002
-"""Seconds before the end of the running step at which the next one is decided: enough for deciding
-and launching, and for a loop whose timers count milliseconds."""
+
 PULSE = 1.0
 """Seconds after which an idle engine comes round: an older heartbeat means that it hangs."""
-SHORTEST_WAIT = 0.001
-"""Seconds; waiting for less than this is not worth a turn of the loop."""
 
 
 @dataclass(slots=True)
@@ -84,6 +81,7 @@ class StepLoop:
         self._depth = max_steps_in_flight
         self._steps: deque[LaunchedStep] = deque()
         self._close_at: float | None = None
+        self._lateness = Lateness(clock)
         self.steps_launched = 0
         self.heartbeat = clock()
 
@@ -129,15 +127,10 @@ class StepLoop:
             self._core.submit(message)
 
     def _earliness(self) -> float:
-        """Seconds to wait before the next step is decided; 0.0: now.
-
-        What is launched behind a running step cannot be changed any more, and who arrives
-        meanwhile waits for both. So it is decided when the running one is about to end.
-        """
+        """Seconds to wait before the next step is decided; 0.0: now."""
         if len(self._steps) != self._depth - 1 or not self._steps:
             return 0.0
-        spare = self._parts.device.lead(self._steps[-1].output) - LAUNCH_LEAD
-        return spare if spare > SHORTEST_WAIT else 0.0
+        return self._lateness.wait(self._parts.device.lead(self._steps[-1].output))
 
     async def _step(self, plan: StepPlan) -> None:
         stream = self._parts.forward_stream
@@ -155,6 +148,7 @@ class StepLoop:
                 await self._settle_oldest()
             output = await self._delayed.sample(plan, begun)
         self._steps.append(LaunchedStep(plan, output))
+        self._lateness.launched()
         self._chores.look()
         while len(self._steps) >= self._depth:
             await self._settle_oldest()

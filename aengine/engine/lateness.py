@@ -1,8 +1,8 @@
 """`Lateness`: how late the next step may be decided, learnt from how late past ones were launched.
 
 What is launched behind a running step cannot be changed any more, and a request that arrives
-meanwhile waits for both. So a step is decided when the running one is about to end. How long deciding
-and launching take is measured, the wake-up included: beside many consumers in the host's loop a
+meanwhile waits for both. So a step is decided when the running one is about to end. How long that
+takes, launching and the wake-up included, is measured: beside many consumers in the host's loop a
 thread waits milliseconds for its turn, and the device must not.
 """
 

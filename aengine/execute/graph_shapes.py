@@ -2,8 +2,8 @@
 
 A graph does any step that fits into its shape: what is left over is padding. Pure integers.
 
-Shape legend: D decode rows, C chunk rows (prefill), R = D + C rows, T tokens of the chunk rows,
-B blocks of a table, K most likely tokens.
+Shape legend: D decode rows, C chunk rows (prefill), R = D + C rows, T tokens of all rows, B blocks
+of a table, K most likely tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ REALS, INTS = 6, 2
 
 
 class StepShape(NamedTuple):
-    """What a graph can do at most. With `tokens == 0` it is a steady decode step."""
+    """What a graph can do at most.
+
+    `tokens` counts those of decode and chunk rows together, and is at least `decode`. With 0 it is
+    a steady decode step, of one token a row.
+    """
 
     decode: int
     tokens: int
@@ -44,7 +48,7 @@ class StepShape(NamedTuple):
     @property
     def all_tokens(self) -> int:
         """Tokens that the forward computes."""
-        return self.decode + self.tokens
+        return self.tokens or self.decode
 
     @property
     def cost(self) -> tuple[int, int]:
@@ -149,7 +153,7 @@ class MixedLayout(NamedTuple):
     @classmethod
     def of(cls, shape: StepShape) -> MixedLayout:
         """The layout of a shape's input."""
-        rows, tokens, chunks = shape.rows, shape.all_tokens, shape.chunks
+        rows, tokens, chunks = shape.rows, shape.tokens, shape.chunks
         sizes = [
             2 * REALS * chunks,
             2 * INTS * chunks,
@@ -197,13 +201,13 @@ def riding_sizes(max_rows: int) -> list[int]:
 
 
 def chunk_sizes(max_tokens: int) -> list[int]:
-    """Chunk token counts with graphs."""
+    """Token counts of graphs with chunks: whole tiles of a matrix product, mostly."""
     steps = [32, 64, *range(128, 1024, 128), *range(1024, 2048, 256), *range(2048, max_tokens, 512)]
     return sorted({size for size in steps if size < max_tokens} | {max_tokens})
 
 
 def coarse_chunk_sizes(max_tokens: int) -> list[int]:
-    """The chunk token counts worth having from the start: they cover all at twice the work."""
+    """The token counts worth having from the start: they cover all at twice the work."""
     sizes = [max_tokens]
     while sizes[-1] > 64:
         sizes.append(-(-sizes[-1] // 2))

@@ -5,11 +5,12 @@ numpy on pinned memory, a few calls whatever the number of rows; see `graph_shap
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aengine.execute.graph_shapes import INTS, REALS, MixedLayout, SampleLayout
+from aengine.policy.runs import QUIET, copy_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,79 +39,120 @@ def pack_decode(plan: StepPlan, shape: StepShape, packed: Words) -> None:
     table = packed[: shape.rows * (HEADER + shape.blocks)].reshape(shape.rows, -1)
     table[:rows, 0] = plan.slots
     table[:rows, 1] = plan.starts
-    table[:rows, HEADER : HEADER + width] = plan.block_tables
+    copy_rows(table[:rows, HEADER : HEADER + width], plan.block_tables)
     table[rows:, 0] = 0
     table[rows:, 1] = PADDING_POSITION
 
 
-def pack_mixed(
-    plan: StepPlan,
-    shape: StepShape,
-    packed: Words,
-    *,
-    block_size: int,
-    init_slots: Sequence[int],
-    reals: npt.NDArray[np.float64],
-    ints: npt.NDArray[np.int64],
-) -> None:
-    """Write a step with chunks.
+class MixedPacker:
+    """Writes steps with chunks.
 
-    Decode rows fill the shape's first D rows and tokens, chunk rows follow from row D and token D
-    on. A decode row that pads has context 0; a chunk row that pads has no tokens.
+    Decode rows fill the shape's first D rows and chunk rows follow from row D on, while the tokens
+    of all lie end to end. A decode row that pads has context 0, a chunk row that pads no tokens.
+
+    No index arrays, and no numpy on more than a few hundred numbers at once: both let go of the GIL
+    (see `policy.runs`).
 
     Args:
-        plan: decode rows, then chunk rows.
-        shape: at least as large.
-        packed: [at least the layout's words].
         block_size: tokens of a KV block.
-        init_slots: slots that are taken in this step, at most the shape's chunks.
-        reals: [len(init_slots), REALS] their parameters.
-        ints: [len(init_slots), INTS] likewise.
+        max_model_len: the longest context.
     """
-    at = MixedLayout.of(shape)
-    decode, room = plan.num_decode, shape.decode
-    chunks = plan.num_rows - decode
-    known = len(plan.prefill_token_ids)
-    rows, tokens = _targets(plan, shape)
 
-    count = len(init_slots)
-    parameters = packed[: at.ints].view(np.float64).reshape(-1, REALS)
-    parameters[:count], parameters[count:] = reals, 0.0
-    integers = packed[at.ints : at.init_slots].view(np.int64).reshape(-1, INTS)
-    integers[:count], integers[count:] = ints, 0
-    inits = packed[at.init_slots : at.slots]
-    inits[:count], inits[count:] = init_slots, 0
+    def __init__(self, *, block_size: int, max_model_len: int) -> None:
+        self._block_size = block_size
+        self._count = np.arange(max_model_len + 1, dtype=np.int32)
 
-    per_row = packed[at.slots : at.query_start].reshape(2, -1)
-    per_row[:] = 0
-    per_row[0, rows] = plan.slots
-    per_row[1, rows] = np.where(plan.samples, plan.slots, 0)
-    first = packed[at.query_start : at.context_lens]
-    first[:room] = np.arange(room)
-    first[room] = room
-    first[room + 1 : room + 1 + chunks] = room + np.cumsum(plan.lengths[decode:])
-    first[room + 1 + chunks :] = room + known
-    contexts = packed[at.context_lens : at.logit_index]
-    contexts[:] = 0
-    contexts[rows] = plan.starts + plan.lengths
-    last = packed[at.logit_index : at.token_ids]
-    last[:] = 0
-    last[rows] = first[1:][rows] - 1
+    def pack(
+        self,
+        plan: StepPlan,
+        shape: StepShape,
+        packed: Words,
+        *,
+        init_slots: Sequence[int],
+        reals: npt.NDArray[np.float64],
+        ints: npt.NDArray[np.int64],
+    ) -> None:
+        """Write a step.
 
-    ids, positions, places = packed[at.token_ids : at.tables].reshape(3, -1)
-    ids[:] = 0  # of decode rows the device knows the token
-    ids[room : room + known] = plan.prefill_token_ids
-    row_of = np.repeat(np.arange(plan.num_rows), plan.lengths)
-    started = np.cumsum(plan.lengths) - plan.lengths
-    position = np.arange(len(row_of)) + (plan.starts - started)[row_of]
-    positions[:] = 0
-    positions[tokens] = position
-    blocks = plan.block_tables[row_of, position // block_size]
-    places[:] = 0
-    places[tokens] = blocks * block_size + position % block_size
-    width = plan.block_tables.shape[1]
-    tables = packed[at.tables : at.words].reshape(shape.rows, shape.blocks)
-    tables[rows, :width] = plan.block_tables
+        Args:
+            plan: decode rows, then chunk rows.
+            shape: at least as large.
+            packed: [at least the layout's words].
+            init_slots: slots that are taken in this step, at most the shape's chunks.
+            reals: [len(init_slots), REALS] their parameters.
+            ints: [len(init_slots), INTS] likewise.
+        """
+        at = MixedLayout.of(shape)
+        room, decode, known = shape.decode, plan.num_decode, len(plan.prefill_token_ids)
+        chunks = plan.num_rows - decode
+
+        def rows_of(begin: int, values: npt.NDArray[Any]) -> None:
+            target = packed[begin : begin + shape.rows]
+            target[:] = 0
+            target[:decode] = values[:decode]
+            target[room : room + chunks] = values[decode:]
+
+        _pad(packed[: at.ints].view(np.float64).reshape(-1, REALS), reals)
+        _pad(packed[at.ints : at.init_slots].view(np.int64).reshape(-1, INTS), ints)
+        _pad(packed[at.init_slots : at.slots], np.array(init_slots, dtype=np.int32))
+        rows_of(at.slots, plan.slots)
+        rows_of(at.sampled, np.where(plan.samples, plan.slots, 0))
+        ends = np.cumsum(plan.lengths, dtype=np.int32)
+        first = packed[at.query_start : at.context_lens]
+        first[:decode] = self._count[:decode]
+        first[decode : room + 1] = decode
+        first[room + 1 : room + 1 + chunks] = ends[decode:]
+        first[room + 1 + chunks :] = decode + known
+        rows_of(at.context_lens, plan.starts + plan.lengths)
+        rows_of(at.logit_index, ends - 1)
+
+        tokens = shape.tokens
+        ids, positions, places = (
+            packed[begin : begin + tokens]
+            for begin in (at.token_ids, at.positions, at.slot_mapping)
+        )
+        # What pads is token 0 at position 0, written to the padding block. The tokens of decode
+        # rows are known to the device.
+        ids.data[decode : decode + known] = plan.prefill_token_ids.data
+        positions[:decode] = plan.starts[:decode]
+        for quiet in (ids, positions, places):
+            _zero(quiet, decode + known)
+        self._places(plan, positions, places)
+        tables = packed[at.tables : at.words].reshape(shape.rows, shape.blocks)
+        width = plan.block_tables.shape[1]
+        copy_rows(tables[:decode, :width], plan.block_tables[:decode])
+        copy_rows(tables[room : room + chunks, :width], plan.block_tables[decode:])
+
+    def _places(self, plan: StepPlan, positions: Words, places: Words) -> None:
+        """Positions of the chunks' tokens, and where in the cache each token of the step goes."""
+        size, decode = self._block_size, plan.num_decode
+        count, target = self._count.data, positions.data
+        starts = plan.starts.tolist()
+        for row in range(decode):
+            block, offset = divmod(starts[row], size)
+            places[row] = plan.block_tables[row, block] * size + offset
+        token = decode
+        for row, length in enumerate(plan.lengths[decode:].tolist(), decode):
+            position, end = starts[row], starts[row] + length
+            target[token : token + length] = count[position:end]
+            while position < end:
+                block, offset = divmod(position, size)
+                taken = min(size - offset, end - position)
+                begin = int(plan.block_tables[row, block]) * size + offset
+                np.add(self._count[:taken], begin, out=places[token : token + taken])
+                token, position = token + taken, position + taken
+
+
+def _pad(target: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+    """Write values to the beginning and zeros behind them."""
+    target[: len(values)] = values
+    target[len(values) :] = 0
+
+
+def _zero(target: Words, begin: int) -> None:
+    """Zeros from `begin` on, in pieces that keep the GIL."""
+    for first in range(begin, len(target), QUIET):
+        target[first : first + QUIET] = 0
 
 
 def pack_sample(
@@ -138,7 +180,7 @@ def pack_sample(
         The plan rows that are sampled: constrained rows without a mask are not.
     """
     at = SampleLayout.of(shape, vocab_size)
-    rows, _ = _targets(plan, forward)
+    rows = _rows(plan, forward)
     late = set(plan.constrained) - set(mask_rows)
     sampled = [row for row in np.flatnonzero(plan.samples).tolist() if row not in late]
     slots, positions = packed[: at.mask_rows].reshape(2, -1)
@@ -155,17 +197,12 @@ def pack_sample(
 
 def places_of(plan: StepPlan, forward: StepShape, rows: Sequence[int]) -> list[int]:
     """Where plan rows are among the rows of a shape."""
-    places, _ = _targets(plan, forward)
-    found: list[int] = places[list(rows)].tolist()
-    return found
+    shift = forward.decode - plan.num_decode
+    return [row if row < plan.num_decode else row + shift for row in rows]
 
 
-def _targets(
-    plan: StepPlan, shape: StepShape
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Where the plan's rows and tokens go in a shape."""
-    decode, shift = plan.num_decode, shape.decode - plan.num_decode
-    rows, tokens = np.arange(plan.num_rows), np.arange(plan.num_tokens)
-    rows[decode:] += shift
-    tokens[decode:] += shift
-    return rows, tokens
+def _rows(plan: StepPlan, shape: StepShape) -> npt.NDArray[np.int64]:
+    """Where the plan's rows go in a shape."""
+    rows = np.arange(plan.num_rows)
+    rows[plan.num_decode :] += shape.decode - plan.num_decode
+    return rows

@@ -30,7 +30,7 @@ from aengine.execute.graph_shapes import (
     sample_sizes,
     table_widths,
 )
-from aengine.execute.packing import pack_decode, pack_mixed, pack_sample, places_of
+from aengine.execute.packing import MixedPacker, pack_decode, pack_sample, places_of
 from aengine.execute.sampler import no_token
 from aengine.execute.sampler_state import SamplerFeature
 
@@ -112,7 +112,7 @@ class StepGraphs:
         self._capture = capture
         self._sampler = sampler
         self._make_staging = make_staging
-        self._block_size = block_size
+        self._packer = MixedPacker(block_size=block_size, max_model_len=max_blocks * block_size)
         self._decode_sizes = decode_sizes(max_rows)
         self._riding_sizes = riding_sizes(max_rows)
         self._chunk_sizes = chunk_sizes(max_tokens)
@@ -140,6 +140,7 @@ class StepGraphs:
             StepShape(rows, tokens, self._chunks, width, DRAWS)
             for tokens in coarse_chunk_sizes(self._chunk_sizes[-1])
             for rows in self._riding_sizes
+            if rows <= tokens
         ]
         steady = [
             StepShape(rows, 0, 0, width, features)
@@ -245,15 +246,7 @@ class StepGraphs:
     def _launch(self, plan: StepPlan, shape: StepShape, staging: Staging) -> HostCompletion:
         if shape.tokens:
             slots, reals, ints = self._sampler.admit_packed(plan.slot_inits)
-            pack_mixed(
-                plan,
-                shape,
-                staging.packed,
-                block_size=self._block_size,
-                init_slots=slots,
-                reals=reals,
-                ints=ints,
-            )
+            self._packer.pack(plan, shape, staging.packed, init_slots=slots, reals=reals, ints=ints)
         else:
             pack_decode(plan, shape, staging.packed)
         values = staging.packed_address, staging.result_address
@@ -282,8 +275,12 @@ class StepGraphs:
         blocks = at_least(self._widths, plan.block_tables.shape[1])
         sizes = self._riding_sizes if chunks else self._decode_sizes
         decode = at_least(sizes, plan.num_decode)
-        size = at_least(self._chunk_sizes, tokens) if chunks else 0
-        if blocks is None or decode is None or size is None:
+        if decode is None:
+            return None
+        # A step's tokens lie end to end, but its decode rows need room for as many as they may be.
+        total = max(plan.num_decode + tokens, decode)
+        size = at_least(self._chunk_sizes, total) if chunks else 0
+        if blocks is None or size is None:
             return None
         if chunks:
             return StepShape(decode, size, self._chunks, blocks, features | DRAWS, top)

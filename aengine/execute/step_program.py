@@ -144,11 +144,15 @@ class StepProgram:
         table.reals.index_copy_(0, taken, reals)
         table.ints.index_copy_(0, taken, ints)
 
-        slots = packed[at.slots : at.slots + shape.decode].long()
-        known = packed[at.token_ids + shape.decode : at.positions].long()
         context_lens = packed[at.context_lens : at.logit_index]
+        token_ids = packed[at.token_ids : at.positions].long()
+        # The first tokens are those of the decode rows; where these pad, chunks have begun already.
+        slots = packed[at.slots : at.slots + shape.decode].long()
+        newest = self._sampler.future_map.index_select(0, slots)
+        first = token_ids[: shape.decode]
+        first.copy_(torch.where(context_lens[: shape.decode] > 0, newest, first))
         batch = ForwardBatch(
-            token_ids=torch.cat([self._sampler.future_map.index_select(0, slots), known]),
+            token_ids=token_ids,
             positions=packed[at.positions : at.slot_mapping].long(),
             slot_mapping=packed[at.slot_mapping : at.tables].long(),
             query_start=packed[at.query_start : at.context_lens],

@@ -73,7 +73,8 @@ def paged_attention(
             scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
-            num_tokens=q_TND.shape[0] - num_decode,
+            # A bound that holds too where decode rows that pad share their places with chunks.
+            num_tokens=q_TND.shape[0],
             out=out,
         )
     return out

@@ -19,6 +19,17 @@ if TYPE_CHECKING:
     T = TypeVar("T", bound=np.generic)
 
 
+QUIET = 500
+"""Elements up to which numpy keeps the GIL in a plain copy or in arithmetic."""
+
+
+def copy_rows(target: npt.NDArray[T], source: npt.NDArray[T]) -> None:
+    """`target[:] = source` for tables [rows, width], in pieces that keep the GIL."""
+    step = max(1, QUIET // max(1, source.shape[1]))
+    for first in range(0, len(source), step):
+        target[first : first + step] = source[first : first + step]
+
+
 class Runs:
     """Access to the rows `slots` of arrays, in that order.
 
@@ -43,7 +54,10 @@ class Runs:
             array = array[:, :width]
         taken = np.empty((self._count, *array.shape[1:]), dtype=array.dtype)
         for begin, end, slot in self._runs:
-            taken[begin:end] = array[slot : slot + end - begin]
+            if array.ndim > 1:
+                copy_rows(taken[begin:end], array[slot : slot + end - begin])
+            else:
+                taken[begin:end] = array[slot : slot + end - begin]
         return taken
 
     def put(self, array: npt.NDArray[Any], values: npt.NDArray[Any] | int) -> None:

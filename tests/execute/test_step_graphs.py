@@ -27,7 +27,7 @@ from aengine.execute.graph_shapes import (
     riding_sizes,
 )
 from aengine.execute.inputs import InputBuilder
-from aengine.execute.packing import HEADER, PADDING_POSITION, pack_mixed, places_of
+from aengine.execute.packing import HEADER, PADDING_POSITION, MixedPacker, places_of
 from aengine.execute.sampler import Sampler
 from aengine.execute.sampler_state import SamplerFeature
 from aengine.execute.step_graphs import StepGraphs
@@ -348,18 +348,18 @@ def test_chunks_ride_with_decode_rows() -> None:
     assert slots[[0, 1, room, room + 1, room + 2]].tolist() == [3, 0, 9, 5, 0]
     assert sampled[[0, 1, room, room + 1, room + 2]].tolist() == [3, 0, 0, 5, 0]
     first = packed[at.query_start : at.context_lens]
-    assert first.tolist() == [*range(17), 21, *[24] * 19]
+    assert first.tolist() == [0, *[1] * 16, 6, *[9] * 19]
     contexts = packed[at.context_lens : at.logit_index]
     assert contexts[[0, 1, room, room + 1, room + 2]].tolist() == [7, 0, 5, 7, 0]
-    assert packed[at.logit_index :][[0, room, room + 1]].tolist() == [0, 20, 23]
+    assert packed[at.logit_index :][[0, 1, room, room + 1]].tolist() == [0, 0, 5, 8]
     ids, positions, places = packed[at.token_ids : at.tables].reshape(3, -1)
-    assert ids[room : room + 8].tolist() == list(range(30, 38))
-    assert positions[[0, *range(room, room + 8)]].tolist() == [6, 0, 1, 2, 3, 4, 4, 5, 6]
+    assert ids[1:9].tolist() == list(range(30, 38))
+    assert positions[:9].tolist() == [6, 0, 1, 2, 3, 4, 4, 5, 6]
     table = plan.block_tables
     assert places[0] == table[0, 1] * PAGE + 2
-    assert places[room + 5 : room + 8].tolist() == [table[2, 1] * PAGE + i for i in (0, 1, 2)]
-    assert not places[1:room].any(), "padding writes to the padding block"
-    assert not places[room + 8 :].any()
+    assert places[6:9].tolist() == [table[2, 1] * PAGE + i for i in (0, 1, 2)]
+    for padded in (ids, positions, places):
+        assert not padded[9:].any(), "padding is written to the padding block"
     tables = packed[at.tables : at.words].reshape(36, 8)
     assert tables[[0, room, room + 1], :3].tolist() == table.tolist()
     result[:36] = np.arange(36)
@@ -460,17 +460,16 @@ def test_a_packed_step_says_what_the_eager_inputs_say(data: st.DataObject) -> No
     eager = InputBuilder(block_size=PAGE, device=torch.device("cpu")).build(plan, future_map)
     shape = StepShape(8, 64, 20, 8, DRAWS)
     packed = np.full(MixedLayout.of(shape).words, -99, dtype=np.int32)
-    pack_mixed(
+    MixedPacker(block_size=PAGE, max_model_len=24).pack(
         plan,
         shape,
         packed,
-        block_size=PAGE,
         init_slots=[],
         reals=np.zeros((0, 6)),
         ints=np.zeros((0, 2), dtype=np.int64),
     )
     at = MixedLayout.of(shape)
-    token = [*range(num_decode), *range(8, 8 + sum(chunks))]
+    token = [*range(num_decode + sum(chunks))]
     row = [*range(num_decode), *range(8, 8 + len(chunks))]
     ids, positions, places = packed[at.token_ids : at.tables].reshape(3, -1)
     ids[:num_decode] = future_map[plan.slots[:num_decode]]
@@ -479,7 +478,8 @@ def test_a_packed_step_says_what_the_eager_inputs_say(data: st.DataObject) -> No
     assert places[token].tolist() == eager.slot_mapping.tolist()
     assert packed[at.context_lens : at.logit_index][row].tolist() == eager.context_lens.tolist()
     first = packed[at.query_start : at.context_lens]
-    assert (first[1:] - first[:-1])[row].tolist() == lengths.tolist()
+    assert (first[1:] - first[:-1])[row[num_decode:]].tolist() == chunks
+    assert first[row].tolist() == (np.cumsum(lengths) - lengths).tolist()
     sampling = [r for r, samples in zip(row, plan.samples, strict=True) if samples]
     last = packed[at.logit_index : at.token_ids][sampling].tolist()
     assert [token.index(t) for t in last] == logits_of(eager)

@@ -28,13 +28,23 @@ if TYPE_CHECKING:
     from aengine.execute.launcher import StepOutput
     from aengine.grammar.protocol import GrammarMatcher
     from aengine.policy.scheduler import RowUpdate
-    from aengine.request import Request
+    from aengine.request import Request, SamplingParams
 
     Bitmask = npt.NDArray[np.int32]
 
 
 SHORTEST_JUMP = 4
 """Forced tokens that are worth a step in which the row does not overlap."""
+
+
+def may_jump(params: SamplingParams) -> bool:
+    """Whether forced text may be appended in the tokenizer's own spelling.
+
+    Not where each token is looked at: a forced token has no log-probability, behind a stop string
+    there must be none, and rules about token ids may want another spelling, or none.
+    """
+    rules = params.allowed_token_ids, params.logit_bias, params.bad_words, params.logits_processors
+    return params.logprobs is None and not params.stop and not any(rules)
 
 
 class DelayedSampling:
@@ -63,9 +73,7 @@ class DelayedSampling:
     def attach(self, request: Request, matcher: GrammarMatcher) -> None:
         """This sequence is constrained by `matcher` from its first token on."""
         self._matchers[request.seq_id] = matcher
-        params = request.params
-        # A forced token has no log-probability, and behind a stop string there must be none.
-        if params.logprobs is None and not params.stop:
+        if may_jump(request.params):
             self._may_jump.add(request.seq_id)
 
     def detach(self, seq_id: int) -> None:

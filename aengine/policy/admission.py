@@ -135,6 +135,10 @@ class WaitingQueue:
         if not sequence.held:
             heapq.heappush(self._heap, (sequence.order, sequence))
 
+    def lengthened(self, count: int) -> None:
+        """A waiting sequence knows `count` more tokens."""
+        self._tokens += count
+
     def unhold(self, sequence: Sequence) -> None:
         """A waiting sequence may be admitted again. (A held one is dropped when it is met.)"""
         # It may be in the heap still: two entries do no harm, the second finds it admitted.

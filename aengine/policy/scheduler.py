@@ -142,17 +142,20 @@ class Scheduler:
         """Append output tokens that need no sampling: the grammar leaves no choice.
 
         They are computed like a piece of prompt, and the next token is sampled after them. False,
-        and nothing happens, while a step of this sequence is in flight, while it is not running, or
+        and nothing happens, while a step of this sequence is in flight, before its first token, or
         if they would leave no room for a sampled token.
         """
         sequence = self._live.get(seq_id)
-        if sequence is None or not sequence.slot or sequence.parked or not token_ids:
+        if sequence is None or sequence.parked or not (token_ids and sequence.output):
             return False
         slot = sequence.slot
         settled = not self._rows.pending[slot] and sequence not in self._prefilling
         if not settled or sequence.num_known + len(token_ids) >= sequence.limit:
             return False
         sequence.output += token_ids
+        if not slot:  # it gave way, and comes back with all that is known
+            self._queue.lengthened(len(token_ids))
+            return True
         sequence.forced += token_ids
         self._rows.known[slot] = sequence.num_known
         self._rows.decoding[slot] = False
@@ -274,12 +277,8 @@ class Scheduler:
         return chunk.length
 
     def _launch(self, draft: Draft) -> StepPlan:
-        launched = launch(
-            draft,
-            self._rows,
-            block_size=self._config.tokens_per_block,
-            track_filled=self._memory.cache.enabled,
-        )
+        size, track = self._config.tokens_per_block, self._memory.cache.enabled
+        launched = launch(draft, self._rows, block_size=size, track_filled=track)
         self._next_step += 1
         self._memory.pool.launch(draft.step_id)
         self._in_flight[draft.step_id] = launched

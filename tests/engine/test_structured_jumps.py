@@ -79,7 +79,18 @@ async def test_a_jump_never_goes_beyond_max_tokens(tokens: int) -> None:
     assert whole or len(result.token_ids) == tokens
 
 
-@pytest.mark.parametrize("options", [{"logprobs": 1}, {"stop": ("soup", "long")}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logprobs": 1},
+        {"stop": ("soup", "long")},
+        {"bad_words": ("zebras",)},
+        {"logit_bias": {97: -100}},
+        {"allowed_token_ids": range(257)},
+        {"logits_processors": [lambda outputs, logits: logits]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
 async def test_not_where_each_token_counts(options: dict[str, Any]) -> None:
     async with scripted_engine(block_size=4) as engine:
         result = await engine.generate([3], params(60, **options))

@@ -255,6 +255,30 @@ def test_forced_tokens_are_computed_and_sampling_goes_on_after_them() -> None:
     bench.check_outputs()
 
 
+def test_forced_tokens_reach_a_sequence_that_just_gave_way() -> None:
+    """What a grammar forces is appended whether or not memory was short in that very step."""
+    bench = Bench(num_blocks=4, max_num_seqs=2, enable_prefix_cache=False)
+    bench.add(request(1, PROMPT[:5], 6))
+    bench.add(request(2, PROMPT[:5], 8))
+    while bench.scheduler.stats().preemptions == 0:
+        plan = bench.launch()
+        if plan is not None and 2 in plan.seq_ids:
+            bench.scheduler.hold(2)
+        else:
+            bench.settle()
+            if not bench.scheduler.stats().preemptions:
+                bench.scheduler.unhold(2)
+    before = len(bench.tokens[2])
+    assert before
+    assert bench.force(2, [40, 41, 42])
+    bench.scheduler.unhold(2)
+    bench.run()
+    assert bench.tokens[2][before : before + 3] == [40, 41, 42]
+    assert len(bench.tokens[2]) == 8
+    bench.check_outputs()
+    bench.check_empty()
+
+
 def test_constrained_rows_are_named_when_they_sample() -> None:
     bench = Bench(max_num_batched_tokens=6)
     structured = StructuredOutput.regex("a+")

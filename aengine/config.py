@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from aengine.errors import ConfigError
@@ -94,6 +95,42 @@ class KVCacheConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarLimits:
+    """What structured output may cost: bytes, nesting, seconds, memory.
+
+    Args:
+        max_spec_bytes: longest schema, pattern or grammar, in bytes of UTF-8.
+        max_depth: deepest nesting of a JSON schema (brackets inside brackets).
+        compile_seconds: a compile that takes longer is stopped: GrammarTimeoutError.
+        max_heavy: heavy compiles at a time, each in a worker process of its own.
+        max_queued: compiles waiting; above it a request gets EngineOverloadedError.
+        worker_bytes: memory (address space) that a worker process may take.
+        cache_bytes: estimated bytes of compiled grammars kept for later requests.
+        mask_threads: threads of the library's own pool for filling many masks at once.
+        mask_patience: seconds that a step waits for the masks of its rows; rows whose mask takes
+            longer leave the step and come back with it.
+
+    Raises:
+        ConfigError: a value is not above 0.
+    """
+
+    max_spec_bytes: int = 512 * 1024
+    max_depth: int = 64
+    compile_seconds: float = 10.0
+    max_heavy: int = 2
+    max_queued: int = 64
+    worker_bytes: int = 2 << 30
+    cache_bytes: int = 256 << 20
+    mask_threads: int = 1
+    mask_patience: float = 0.05
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            check = _positive if each.type == "float" else partial(_at_least, low=1)
+            check(f"grammar_{each.name}", getattr(self, each.name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All settings of one engine. See `aengine.Engine` for what a caller needs to know.
 
@@ -124,6 +161,7 @@ class EngineConfig:
     max_model_len: int | None = None
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
+    grammar: GrammarLimits = field(default_factory=GrammarLimits)
     loop: LoopMode = "own"
     shutdown_timeout: float = 10.0
     cpu_threads: int | None = None
@@ -171,8 +209,9 @@ class EngineConfig:
         """
         routes = {f.name: ("scheduler", f.name) for f in fields(SchedulerConfig)}
         routes |= {f"kv_cache_{f.name}": ("kv_cache", f.name) for f in fields(KVCacheConfig)}
-        own = {f.name for f in fields(cls)} - {"model", "scheduler", "kv_cache"}
-        parts: dict[str, dict[str, Any]] = {"scheduler": {}, "kv_cache": {}, "": {}}
+        routes |= {f"grammar_{f.name}": ("grammar", f.name) for f in fields(GrammarLimits)}
+        own = {f.name for f in fields(cls)} - {"model", "scheduler", "kv_cache", "grammar"}
+        parts: dict[str, dict[str, Any]] = {"scheduler": {}, "kv_cache": {}, "grammar": {}, "": {}}
         for name, value in options.items():
             if name in own:
                 parts[""][name] = value
@@ -187,6 +226,7 @@ class EngineConfig:
             model=model,
             scheduler=SchedulerConfig(**parts["scheduler"]),
             kv_cache=KVCacheConfig(**parts["kv_cache"]),
+            grammar=GrammarLimits(**parts["grammar"]),
             **parts[""],
         )
 

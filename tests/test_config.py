@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aengine.config import EngineConfig, KVCacheConfig, SchedulerConfig
+from aengine.config import EngineConfig, GrammarLimits, KVCacheConfig, SchedulerConfig
 from aengine.errors import ConfigError
 
 
@@ -33,6 +33,9 @@ from aengine.errors import ConfigError
         ({"switch_interval": 0.0}, "above 0"),
         ({"max_steps_in_flight": 0}, "from 1"),
         ({"priority_ageing": -1.0}, "above 0"),
+        ({"grammar_max_depth": 0}, "grammar_max_depth=0 must be at least 1"),
+        ({"grammar_mask_patience": 0}, "above 0"),
+        ({"grammar_compile_second": 1}, "did you mean 'grammar_compile_seconds'"),
         ({"max_num_seq": 4}, "did you mean 'max_num_seqs'"),
     ],
 )
@@ -51,10 +54,17 @@ def test_bad_model_names_are_refused(model: Any) -> None:
 
 def test_flat_options_find_their_part() -> None:
     config = EngineConfig.from_options(
-        "m", {"max_num_seqs": 3, "kv_cache_fraction": 0.25, "device": "cpu"}
+        "m",
+        {
+            "max_num_seqs": 3,
+            "kv_cache_fraction": 0.25,
+            "device": "cpu",
+            "grammar_compile_seconds": 2,
+        },
     )
     assert config.scheduler == SchedulerConfig(max_num_seqs=3)
     assert config.kv_cache == KVCacheConfig(fraction=0.25)
+    assert config.grammar == GrammarLimits(compile_seconds=2)
     assert config.device == "cpu"
 
 

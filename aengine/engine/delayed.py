@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aengine.execute.launcher import StepOutput
     from aengine.grammar.protocol import GrammarMatcher
     from aengine.policy.scheduler import RowUpdate
-    from aengine.request import Request, SamplingParams
+    from aengine.request import Request, SamplingParams, StructuredOutput
 
     Bitmask = npt.NDArray[np.int32]
 
@@ -57,12 +57,13 @@ class DelayedSampling:
     """
 
     def __init__(
-        self, parts: EngineParts, wake: Callable[[], None], *, mask_patience: float = 0.05
+        self, parts: EngineParts, wake: Callable[[], None], *, mask_patience: float
     ) -> None:
         self._parts = parts
         self._wake = wake
         self._patience = mask_patience
         self._matchers: dict[int, GrammarMatcher] = {}
+        self._grammars: dict[int, StructuredOutput | None] = {}
         self._may_jump: set[int] = set()
         self._jumping: dict[int, int] = {}
         """Sequences held for a jump -> the step whose token comes before it."""
@@ -73,12 +74,14 @@ class DelayedSampling:
     def attach(self, request: Request, matcher: GrammarMatcher) -> None:
         """This sequence is constrained by `matcher` from its first token on."""
         self._matchers[request.seq_id] = matcher
+        self._grammars[request.seq_id] = request.params.structured
         if may_jump(request.params):
             self._may_jump.add(request.seq_id)
 
     def detach(self, seq_id: int) -> None:
         """The sequence is over: nothing of its grammar stays alive."""
         self._matchers.pop(seq_id, None)
+        self._grammars.pop(seq_id, None)
         self._ready.pop(seq_id, None)
         self._jumping.pop(seq_id, None)
         self._may_jump.discard(seq_id)
@@ -103,6 +106,7 @@ class DelayedSampling:
             for token in update.token_ids:
                 matcher.advance(token)
         except Exception as error:  # one row's matcher ends that row alone (law 9)
+            self._discard(update.seq_id)
             return replace(update, error=error)
         return update
 
@@ -123,8 +127,19 @@ class DelayedSampling:
             for token in tokens:
                 matcher.advance(token)
         except Exception as error:
+            self._discard(update.seq_id)
             return replace(update, error=error)
         return replace(update, token_ids=update.token_ids + tokens)
+
+    def _fault(self, seq_id: int, error: GenerationError) -> None:
+        self._discard(seq_id)
+        self._faults.append((seq_id, error))
+
+    def _discard(self, seq_id: int) -> None:
+        """A matcher failed: its compiled grammar is kept for nobody else."""
+        structured = self._grammars.get(seq_id)
+        if structured is not None:
+            self._parts.grammars.discard(structured)
 
     def take_faults(self) -> list[tuple[int, GenerationError]]:
         """The sequences whose masks failed since the last call, and why."""
@@ -198,7 +213,7 @@ class DelayedSampling:
             return {}
         failed = filling.result()
         for index, error in failed.items():
-            self._faults.append((plan.seq_ids[rows[index]], error))
+            self._fault(plan.seq_ids[rows[index]], error)
         return {row: bitmask[i] for i, row in enumerate(rows) if i not in failed}
 
     async def _rejoin(
@@ -213,7 +228,7 @@ class DelayedSampling:
             if seq_id not in self._matchers:
                 continue
             if index in failed:
-                self._faults.append((seq_id, failed[index]))
+                self._fault(seq_id, failed[index])
             else:
                 self._ready[seq_id] = bitmask[index]
             self._parts.scheduler.unhold(seq_id)

@@ -73,8 +73,8 @@ class Engine(Operable):
     Args:
         model: a Hugging Face folder, a `.gguf` file, a hub id, or a bundled alias.
         on_progress: called with (stage, done, total) while the engine starts.
-        options: the fields of `EngineConfig`, `SchedulerConfig` and (prefixed with `kv_cache_`)
-            `KVCacheConfig`.
+        options: the fields of `EngineConfig`, `SchedulerConfig`, `KVCacheConfig` (prefixed with
+            `kv_cache_`) and `GrammarLimits` (prefixed with `grammar_`).
 
     Raises:
         ConfigError: an unknown option, or an impossible value.

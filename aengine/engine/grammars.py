@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from aengine.config import GrammarLimits
     from aengine.errors import GenerationError
     from aengine.grammar.protocol import GrammarMatcher
     from aengine.grammar.vocabulary import Describable
@@ -29,12 +30,21 @@ class Grammars:
         tokenizer: the model's tokenizer.
         eos_ids: tokens that end the output.
         vocab_size: width of the logits.
+        limits: what compiling and keeping grammars may cost.
     """
 
-    def __init__(self, tokenizer: Describable, eos_ids: frozenset[int], *, vocab_size: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Describable,
+        eos_ids: frozenset[int],
+        *,
+        vocab_size: int,
+        limits: GrammarLimits | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._vocab_size = vocab_size
+        self._limits = limits
         self._pool = ThreadPoolExecutor(1, "aengine-masks")
         self._compiler: GrammarCompiler | None = None
         self._cache: GrammarCache | None = None
@@ -62,10 +72,16 @@ class Grammars:
         compiled = await asyncio.wrap_future(self._cache.submit(structured))
         return compiled.matcher()
 
+    def discard(self, structured: StructuredOutput) -> None:
+        """A matcher of this grammar failed: what it shares with others may be spoilt, so the next
+        request compiles it anew."""
+        if self._cache is not None:
+            self._cache.discard(structured)
+
     def _build(self) -> None:
         if self._cache is None:
             info = describe(self._tokenizer, self._eos_ids, self._vocab_size)
-            self._compiler = GrammarCompiler(info)
+            self._compiler = GrammarCompiler(info, self._limits)
             self._cache = GrammarCache(self._compiler)
 
     def fill(

@@ -64,7 +64,10 @@ async def load_parts(
     try:
         files = await text_thread.run(_open, config, on_progress)
         grammars = Grammars(
-            files.tokenizer, files.end_token_ids, vocab_size=files.config.vocab_size
+            files.tokenizer,
+            files.end_token_ids,
+            vocab_size=files.config.vocab_size,
+            limits=config.grammar,
         )
         grammars.prepare()
         index = await text_thread.run(_cuda_index, config.device)

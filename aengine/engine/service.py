@@ -139,7 +139,9 @@ class EngineService:
         if self.config.loop == "own":
             # On a loop that serves nobody else a wait may spin for a moment, without the GIL.
             parts.device.adopt_loop()
-        delayed = self._delayed = DelayedSampling(parts, lambda: _wake(inbox))
+        delayed = self._delayed = DelayedSampling(
+            parts, lambda: _wake(inbox), mask_patience=self.config.grammar.mask_patience
+        )
         self._core = EngineCore(
             parts,
             inbox,

@@ -187,13 +187,13 @@ class ModelRunner:
             return
         plan, logits = begun.plan, begun.logits
         if len(chosen) != len(sampling):
-            logits = logits[torch.from_numpy(chosen).to(logits.device)]
+            logits = logits[self._sampler.table.upload(chosen)]
         rows = sampling[chosen]
         sampled = self._sampler.sample(
             logits,
             plan.slots[rows],
             (plan.starts + plan.lengths)[rows].astype(np.int64),
-            bitmask=None if bitmask is None else torch.from_numpy(bitmask).to(logits.device),
+            bitmask=None if bitmask is None else self._sampler.table.upload(bitmask),
             bitmask_rows=None if bitmask is None else np.arange(len(rows)),
         )
         begun.parts.append(_Part(rows, sampled))

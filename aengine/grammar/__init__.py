@@ -3,16 +3,13 @@
 Synchronous and thread-safe; the engine calls it from worker threads. See `docs/design/grammar.md`.
 """
 
-from aengine.grammar.bitmask import BitmaskLease, BitmaskRing
+from aengine.config import GrammarLimits
 from aengine.grammar.cache import GrammarCache, GrammarCacheStats
 from aengine.grammar.compiler import GrammarCompiler
-from aengine.grammar.limits import GrammarLimits
 from aengine.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
 from aengine.grammar.vocabulary import TokenizerInfo, describe
 
 __all__ = [
-    "BitmaskLease",
-    "BitmaskRing",
     "CompiledGrammar",
     "GrammarBackend",
     "GrammarCache",

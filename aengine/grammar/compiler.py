@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aengine.grammar.limits import GrammarLimits
+from aengine.config import GrammarLimits
 from aengine.grammar.llguidance import LLGuidanceBackend
 from aengine.grammar.translate import GrammarSource, translate
 from aengine.grammar.worker_pool import WorkerPool

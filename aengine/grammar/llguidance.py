@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aengine.grammar.limits import GrammarLimits
+    from aengine.config import GrammarLimits
     from aengine.grammar.protocol import GrammarMatcher
     from aengine.grammar.translate import GrammarSource
     from aengine.grammar.vocabulary import TokenizerInfo

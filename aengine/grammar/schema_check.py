@@ -23,7 +23,7 @@ from aengine.grammar.patterns import pattern_problem
 from aengine.grammar.schema_place import QUOTED, Place, leads_to_schema
 
 if TYPE_CHECKING:
-    from aengine.grammar.limits import GrammarLimits
+    from aengine.config import GrammarLimits
 
 _LIGHT_BYTES = 8 * 1024
 _LIGHT_PROPERTIES = 64

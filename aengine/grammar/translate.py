@@ -17,7 +17,7 @@ from aengine.errors import GrammarError
 from aengine.grammar.schema_check import CheckedSchema, check_schema, check_size
 
 if TYPE_CHECKING:
-    from aengine.grammar.limits import GrammarLimits
+    from aengine.config import GrammarLimits
     from aengine.grammar.vocabulary import TokenizerInfo
     from aengine.request import StructuredOutput
 

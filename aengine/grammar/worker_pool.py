@@ -23,7 +23,7 @@ from aengine.grammar.refusal import refused
 from aengine.grammar.vocabulary import encode_vocabulary
 
 if TYPE_CHECKING:
-    from aengine.grammar.limits import GrammarLimits
+    from aengine.config import GrammarLimits
     from aengine.grammar.translate import GrammarSource
     from aengine.grammar.vocabulary import TokenizerInfo
 

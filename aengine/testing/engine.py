@@ -97,7 +97,12 @@ def scripted(
             end_token_ids=tokenizer.eos_token_ids,
             max_model_len=max_model_len,
             text_thread=TextThread("aengine-text"),
-            grammars=Grammars(tokenizer, tokenizer.eos_token_ids, vocab_size=tokenizer.vocab_size),
+            grammars=Grammars(
+                tokenizer,
+                tokenizer.eos_token_ids,
+                vocab_size=tokenizer.vocab_size,
+                limits=config.grammar,
+            ),
         )
 
     return kind.from_parts(config, load)

@@ -50,6 +50,7 @@ class Answer:
     prompt_logprobs: list[Floats] = field(default_factory=list)
     """The same for each token of the prompt but the first."""
     failed: bool = False
+    num_forced: int = 0
 
 
 class NaiveModel:
@@ -133,6 +134,7 @@ class NaiveModel:
                     for token in tokens:
                         matcher.advance(token)
                     outputs += tokens
+                    answer.num_forced += len(tokens)
 
 
 def allowed(matcher: GrammarMatcher) -> Mask:

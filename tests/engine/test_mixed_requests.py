@@ -230,6 +230,7 @@ async def mixed(files: LoadedFiles, dtype: str, count: int, seed: int) -> dict[s
                 error.add_note(f"request {number} of seed {seed}: {wanted}")
                 raise
             tally[kind] = tally.get(kind, 0) + 1
+            tally["forced"] = tally.get("forced", 0) + sum(each.num_forced for each in right)
     finally:
         naive.close()
     return tally
@@ -263,6 +264,7 @@ def test_forty_mixed_requests_equal_the_naive_way(cut_files: LoadedFiles, dtype:
     assert tally["whole"] > 20
     assert tally["cached"]
     assert tally["preempted"]
+    assert tally["forced"]
 
 
 @pytest.mark.slow
@@ -276,3 +278,4 @@ def test_two_hundred_mixed_requests_equal_the_naive_way(files: LoadedFiles, dtyp
     assert tally["preempted"]
     assert tally["failed"]
     assert tally["cut"]
+    assert tally["forced"]

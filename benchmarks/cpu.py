@@ -1,6 +1,7 @@
 """The embedded default on a CPU beside llama.cpp, in one run.
 
     python benchmarks/cpu.py --llama-python PATH [--llama-model FILE] [--dtype auto] [--rounds 3]
+                             [--host] [--switch-interval SECONDS]
 
 Each engine serves the same work in turns, so that a noisy machine disturbs both alike: 1, 8 and 32
 streams of greedy tokens after short prompts, one stream after a long prompt, and the prefill of 512
@@ -155,20 +156,25 @@ async def main() -> None:
     parser.add_argument("--llama-python", help="an interpreter that has llama-cpp-python")
     parser.add_argument("--llama-model", help="default: the same file")
     parser.add_argument("--host", action="store_true", help="measure beside a busy host loop too")
+    parser.add_argument("--switch-interval", type=float, help="seconds; as of the engine")
     args = parser.parse_args()
     llama = None
     if args.llama_python:
         llama = LlamaCpp(
             args.llama_python, args.llama_model or str(resolve(args.model)), args.threads
         )
-    options: dict[str, Any] = {"dtype": args.dtype, "cpu_threads": args.threads}
+    options: dict[str, Any] = {
+        "dtype": args.dtype,
+        "cpu_threads": args.threads,
+        "switch_interval": args.switch_interval,
+    }
     begin = time.perf_counter()
     async with Engine(args.model, device="cpu", max_model_len=2048, **options) as engine:
         await engine.generate(prompt(8), SamplingParams(max_tokens=1))
         print(f"{cpu_name()}, {args.threads} threads, dtype={args.dtype}")
         print(f"start to first token {time.perf_counter() - begin:.2f} s")
         print("| work | aengine tok/s | llama.cpp tok/s | ratio |\n|---|---|---|---|")
-        for job in JOBS:
+        for job in JOBS if args.rounds else ():
             ours, theirs = [], []
             for _ in range(args.rounds):
                 ours.append(await (generate if job.kind == "generate" else prefill)(engine, job))

@@ -150,6 +150,8 @@ class EngineConfig:
         mux: chooses how prefill and decode share the device (an object with `select`, see
             `aengine.policy.mux`); None: they take turns.
         cuda_graphs: launch steady decode steps as captured graphs (on a GPU).
+        debug: check what is taken for granted, slowly: each sampled token is read exactly once by
+            the next forward. Steps that are captured graphs are not checked.
 
     Raises:
         ConfigError: a value is impossible; the message names it and what would be accepted.
@@ -169,6 +171,7 @@ class EngineConfig:
     trace: str | None = None
     load_format: Literal["auto", "dummy"] = "auto"
     cuda_graphs: bool = True
+    debug: bool = False
     metrics: Any = None
     mux: Any = None
     seed: int = 0

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from aengine.batch import StepPlan
 
+POISON = -(2**62)
+"""A token that was read already: no token id, and no row of the embedding."""
+
 
 class InputBuilder:
     """Builds forward batches for one engine.
@@ -25,11 +28,14 @@ class InputBuilder:
     Args:
         block_size: tokens per KV block.
         device: where the tensors go.
+        poison: overwrite each token of the FutureMap as it is read, and check that none is read
+            twice or before it was sampled. Costs a kernel or two a step.
     """
 
-    def __init__(self, *, block_size: int, device: torch.device) -> None:
+    def __init__(self, *, block_size: int, device: torch.device, poison: bool = False) -> None:
         self._block_size = block_size
         self._device = device
+        self._poison = poison
 
     def build(self, plan: StepPlan, future_map: torch.Tensor) -> ForwardBatch:
         """The tensors of one step.
@@ -57,11 +63,40 @@ class InputBuilder:
         )
 
     def _token_ids(self, plan: StepPlan, future_map: torch.Tensor) -> torch.Tensor:
+        if self._poison:
+            for init in plan.slot_inits:  # what its last owner left is nobody's
+                future_map[init.slot] = POISON
         known = self._to_device(plan.prefill_token_ids.astype(np.int64))
         if not plan.num_decode:
             return known
         slots = self._to_device(plan.slots[: plan.num_decode].astype(np.int64))
-        return torch.cat([future_map[slots], known])
+        newest = future_map[slots]
+        if self._poison:
+            self._consume(plan, future_map, slots, newest)
+        return torch.cat([newest, known])
+
+    def _consume(
+        self,
+        plan: StepPlan,
+        future_map: torch.Tensor,
+        slots: torch.Tensor,
+        newest: torch.Tensor,
+    ) -> None:
+        """Poison what was read; on a GPU the check is the device's, so that nothing waits.
+
+        Raises:
+            RuntimeError: a token was poisoned already (on a GPU the device fails instead).
+        """
+        future_map[slots] = POISON
+        good = newest != POISON
+        if self._device.type != "cpu":
+            torch._assert_async(good.all())
+        elif not good.all():
+            rows = (~good).nonzero().flatten().tolist()
+            raise RuntimeError(
+                f"step {plan.step_id} reads tokens that were read before or never sampled: "
+                f"{[(plan.seq_ids[row], int(plan.slots[row])) for row in rows]} (sequence, slot)"
+            )
 
     def _slot_mapping(
         self, plan: StepPlan, positions: npt.NDArray[np.int64]

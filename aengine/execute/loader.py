@@ -106,7 +106,9 @@ def load_model(config: EngineConfig, files: LoadedFiles, device: torch.device) -
         device=device,
         kernels=_sampling_kernels(device),
     )
-    builder = InputBuilder(block_size=config.scheduler.tokens_per_block, device=device)
+    builder = InputBuilder(
+        block_size=config.scheduler.tokens_per_block, device=device, poison=config.debug
+    )
     return LoadedModel(
         runner=ModelRunner(forward, sampler, builder),
         forward=forward,

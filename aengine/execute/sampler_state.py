@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from aengine.request import LogitsProcessor, Request, SamplingParams
 
 _INT64 = 2**64
+_COLDEST = 1e-30
+"""Colder is the same: only equals of the best remain. Much less would be 0 in float32."""
 
 
 class SamplerFeature(enum.IntFlag):
@@ -146,7 +148,7 @@ class SlotTable:
         self.min_tokens[slot] = params.min_tokens
         self.top_logprobs[slot] = params.logprobs or 0
         self._reals[slot] = (
-            0.0 if _is_greedy(params) else params.temperature,
+            0.0 if _is_greedy(params) else max(params.temperature, _COLDEST),
             params.top_p,
             params.min_p,
             params.repetition_penalty,

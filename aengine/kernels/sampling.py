@@ -110,7 +110,9 @@ def counter_uniform(key: Any, position: Any) -> Any:
     bit. Args are int64 of equal shape; the result has that shape.
     """
     bits = mix64(key ^ mix64(position * _GOLDEN + _GOLDEN))
-    return ((bits >> (64 - _UNIFORM_BITS)) & (2**_UNIFORM_BITS - 1)) * 2.0**-_UNIFORM_BITS
+    top = (bits >> (64 - _UNIFORM_BITS)) & (2**_UNIFORM_BITS - 1)
+    # An integer tensor times a Python float would be float32, and could round up to 1.
+    return (top.double() if isinstance(top, torch.Tensor) else top) * 2.0**-_UNIFORM_BITS
 
 
 def argmax(logits_SV: torch.Tensor) -> torch.Tensor:

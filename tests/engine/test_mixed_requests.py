@@ -212,6 +212,7 @@ async def mixed(files: LoadedFiles, dtype: str, count: int, seed: int) -> dict[s
         max_num_batched_tokens=48,
         block_size=BLOCK,
         kv_cache_memory=26 * block_bytes,
+        debug=True,
     )
     async with engine:
         asks = [ask(engine, wanted, rng.uniform(0, count / 400)) for wanted in wishes]

@@ -72,8 +72,8 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
         config = folder / "pytest.ini"
         # Where the package is installed pytest wants to rewrite it, and the run around this one has
         # imported it already.
-        own = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
-        filters = f"filterwarnings =\n    error\n    {own}\n"
+        own = "Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
+        filters = f"filterwarnings =\n    error\n    ignore:{own}\n"
         config.write_text(f"[pytest]\n{filters}pythonpath = .\n{ini}")
         outcome, said = Outcome(), io.StringIO()
         command = [str(folder), "-c", str(config), "--rootdir", str(folder)]

@@ -78,7 +78,12 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
         outcome, said = Outcome(), io.StringIO()
         command = [str(folder), "-c", str(config), "--rootdir", str(folder)]
         command += ["--import-mode=importlib", *plugin_arguments(), *arguments]
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with (
+            contextlib.redirect_stdout(said),
+            contextlib.redirect_stderr(said),
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setenv("COLUMNS", "300")  # on a narrow terminal pytest leaves reasons out
             pytest.main(command, plugins=[outcome])
         outcome.said = said.getvalue()
         return outcome

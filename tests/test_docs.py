@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,3 +28,16 @@ def test_docs_build_without_warnings(tmp_path: Path) -> None:
 )
 def test_design_pages_are_short(page: Path) -> None:
     assert len(page.read_text().splitlines()) <= 60
+
+
+def test_the_table_of_reported_faults_names_tests_that_exist() -> None:
+    page = (DOCS / "design" / "known-faults.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", page)
+    assert len(named) > 25
+    tests = DOCS.parent / "tests"
+    missing = [
+        (path, name)
+        for path, name in named
+        if not re.search(rf"^(async )?def {name}\(", (tests / path).read_text(), re.MULTILINE)
+    ]
+    assert missing == []

@@ -136,6 +136,8 @@ async def ask(engine: Engine, wanted: Wish, delay: float) -> Got:
             got.tokens.setdefault(chunk.index, []).extend(chunk.token_ids)
             got.texts[chunk.index] = got.texts.get(chunk.index, "") + chunk.text
             got.logprobs.setdefault(chunk.index, []).extend(chunk.logprobs or ())
+            if wanted.params.logprobs is not None:
+                assert [each.token_id for each in chunk.logprobs or ()] == list(chunk.token_ids)
             if chunk.finish_reason is not None:
                 got.ends[chunk.index] = chunk
             chunks += 1

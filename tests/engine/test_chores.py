@@ -81,5 +81,8 @@ async def test_a_failure_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert "division by zero" in caplog.text
 
 
-async def test_closing_without_work() -> None:
-    await made(Launcher(), Device(), [0.0]).aclose()
+async def test_closing_without_work_starts_no_thread() -> None:
+    chores = made(Launcher(), Device(), [0.0])
+    chores.look()
+    await chores.aclose()
+    assert not any(t.name.startswith("aengine-chores") for t in threading.enumerate())

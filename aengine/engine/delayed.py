@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     Bitmask = npt.NDArray[np.int32]
 
 
-SHORTEST_JUMP = 4
-"""Forced tokens that are worth a step in which the row does not overlap."""
+SHORTEST_JUMP = 8
+"""Forced tokens that are worth a step in which the row does not overlap. With 4, a batch of 64 rows
+of nested JSON was a tenth slower on a CPU than with none; with 8 it was not (measured)."""
 
 
 def may_jump(params: SamplingParams) -> bool:
@@ -86,9 +87,11 @@ class DelayedSampling:
         self._jumping.pop(seq_id, None)
         self._may_jump.discard(seq_id)
 
-    def advance(self, updates: Sequence[RowUpdate], step_id: int) -> list[RowUpdate]:
+    def advance(self, updates: Sequence[RowUpdate], step_id: int) -> Sequence[RowUpdate]:
         """Move the matchers on by the tokens of a settled step, jump where nothing is left to
         choose, and report the rows that failed."""
+        if not self._matchers and not self._jumping:
+            return updates
         advanced = [self._advance(update) for update in updates]
         if self._jumping:
             landing = {seq_id for seq_id, step in self._jumping.items() if step == step_id}

@@ -84,6 +84,9 @@ class Detokenizer:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         skipped = self._skipped
+        if len(token_ids) == 1:  # nearly always
+            token = token_ids[0]
+            return "" if token in skipped else self._decoder.decode(self._bytes(token))
         data = b"".join(self._bytes(token) for token in token_ids if token not in skipped)
         return self._decoder.decode(data)
 

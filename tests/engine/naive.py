@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     Mask = npt.NDArray[np.bool_]
 
 BLOCK = 16
-SHORTEST_JUMP = 4
+SHORTEST_JUMP = 8
 CPU = torch.device("cpu")
 
 

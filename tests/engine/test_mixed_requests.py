@@ -34,14 +34,20 @@ GRAMMARS = (
         {
             "type": "object",
             "properties": {
-                "identification_number": {"type": "integer", "minimum": 0, "maximum": 99},
+                "identification_number_of_the_article_in_the_catalogue": {
+                    "type": "integer",
+                    "minimum": 0,
+                    "maximum": 99,
+                },
                 "colour": {"enum": ["red", "green", "blue as the sky"]},
             },
-            "required": ["identification_number", "colour"],
+            "required": ["identification_number_of_the_article_in_the_catalogue", "colour"],
             "additionalProperties": False,
         }
     ),
-    StructuredOutput.choice(["yes", "no", "perhaps tomorrow, if the weather is fine"]),
+    StructuredOutput.choice(
+        ["yes", "no", "perhaps tomorrow, if the weather is fine and nobody minds the walk"]
+    ),
     StructuredOutput.json_object(),
 )
 STEMS = (
@@ -106,7 +112,7 @@ def wish(rng: random.Random) -> Wish:
     for name in rng.sample([*rules, *common, *common], rng.choice([0, 1, 2, 2, 3, 5])):
         options[name] = rules[name]
     if "structured" in options:
-        options["max_tokens"] = max(options["max_tokens"], rng.choice([8, 40]))
+        options["max_tokens"] = max(options["max_tokens"], rng.choice([8, 70]))
     prompt = rng.choice(STEMS)[: rng.randint(4, 80)] + rng.choice(TAILS)
     return Wish(
         prompt, SamplingParams(**options), rng.randint(0, 6) if rng.random() < 0.1 else None

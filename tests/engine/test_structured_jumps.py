@@ -23,10 +23,17 @@ CHOICE = StructuredOutput.choice(sorted(TEXTS))
 SCHEMA = {
     "type": "object",
     "properties": {
-        "identification_number": {"type": "integer", "minimum": 0, "maximum": 99},
-        "is_currently_available": {"type": "boolean"},
+        "identification_number_of_the_article_in_the_catalogue": {
+            "type": "integer",
+            "minimum": 0,
+            "maximum": 99,
+        },
+        "is_currently_available_in_at_least_one_of_the_shops": {"type": "boolean"},
     },
-    "required": ["identification_number", "is_currently_available"],
+    "required": [
+        "identification_number_of_the_article_in_the_catalogue",
+        "is_currently_available_in_at_least_one_of_the_shops",
+    ],
     "additionalProperties": False,
 }
 
@@ -134,9 +141,9 @@ async def test_the_real_model_jumps_over_names(
     """Forced text has the tokenizer's own tokens; a model may spell it otherwise under a mask, so
     with and without jumps answers may differ. Alone and in a batch they may not."""
     wanted = SamplingParams(
-        max_tokens=60, temperature=0, structured=StructuredOutput.json(SCHEMA), **options
+        max_tokens=100, temperature=0, structured=StructuredOutput.json(SCHEMA), **options
     )
-    prompts = ["A book in the library:", "The status of the order is", "Item:"]
+    prompts = ["A book in the library:", "The status of the order is"]
     async with Engine(str(smollm2_gguf), device="cpu", dtype="float32") as engine:
         alone = [await engine.generate(prompt, wanted) for prompt in prompts]
         steps = (await engine.stats()).steps

@@ -75,7 +75,9 @@ class KVCacheConfig:
 
     Args:
         memory: bytes for KV blocks.
-        fraction: share of the memory left after weights and activations, 0 to 1.
+        fraction: share of the memory that weights, activations of the largest step and captured
+            graphs leave, above 0 to 1; None: 0.9 on a GPU, 0.25 on a CPU. (vLLM's
+            `gpu_memory_utilization` is a share of the whole GPU, weights included.)
         dtype: "auto" (the model's), "float32", "float16" or "bfloat16".
     """
 

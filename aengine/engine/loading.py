@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from aengine.model.chat import ChatTemplate
     from aengine.model.files import LoadedFiles
     from aengine.model.tokenizer import Tokenizer
+
+
+logger = logging.getLogger("aengine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +200,7 @@ def load_on_gpu(
 
     from aengine.execute.cuda_capture import capture_common, warm_up_prefill
     from aengine.execute.loader import load_model
+    from aengine.execute.memory import CudaMemory
 
     with device.current(), device.guard(stream.handle):
         torch_device = torch.device("cuda", device.index)
@@ -204,7 +209,11 @@ def load_on_gpu(
         warm_up_prefill(model, config.scheduler.max_num_batched_tokens, torch_device)
         on_progress("warm up", 1, 1)
         if config.cuda_graphs:
+            memory = CudaMemory(torch_device)
+            before = memory.free()
             graphs = capture_common(config.scheduler, model, device, stream, on_progress)
             if graphs is not None:
                 model.runner.use_graphs(graphs)
+                taken, reserved = before - memory.free(), model.profile.graphs
+                logger.info("graphs take %d MiB of %d reserved", taken >> 20, reserved >> 20)
     return model

@@ -17,11 +17,8 @@ from aengine.kernels.attention import KVLayer
 
 if TYPE_CHECKING:
     from aengine.config import KVCacheConfig
+    from aengine.execute.memory_profile import MemoryProfile
     from aengine.model.config import ModelConfig
-
-CPU_DEFAULT_FRACTION = 0.25
-"""A program that embeds the engine needs its memory too: by default KV takes a quarter of what is
-free, and never more than the running sequences could fill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +72,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 def size_cache(
     spec: KVCacheSpec,
     config: KVCacheConfig,
+    profile: MemoryProfile,
     *,
-    free_bytes: int,
-    weight_bytes: int,
     max_num_seqs: int,
     max_model_len: int,
 ) -> int:
@@ -86,41 +82,49 @@ def size_cache(
     Args:
         spec: the cache's shape.
         config: what the caller asked for.
-        free_bytes: memory that is free now, with the weights already loaded.
-        weight_bytes: what the weights took, for the error's breakdown.
+        profile: what there is, and what of it weights, activations and graphs take.
         max_num_seqs, max_model_len: more than this many full sequences is never needed.
 
     Raises:
         OutOfMemoryError: not even one sequence of `max_model_len` fits, or more is asked for than
-            is free; the hint says what would do.
+            is left; the hint says what would do.
     """
     per_sequence = -(-max_model_len // spec.block_size)
-    budget = _budget(config, free_bytes)
+    budget = _budget(config, profile)
     blocks = min(budget // spec.bytes_per_block, per_sequence * max_num_seqs)
-    there = free_bytes // spec.bytes_per_block
+    there = profile.left // spec.bytes_per_block
     if per_sequence <= blocks <= there:
         return blocks
     needed = per_sequence * spec.bytes_per_block
     proposals = _proposals(spec, min(blocks, there), per_sequence, there, over=blocks > there)
+    advice = f"use {', or '.join(proposals)}" if proposals else _NOTHING_FITS
     raise OutOfMemoryError(
         f"the KV cache gets {_mib(budget)}, and one sequence of max_model_len={max_model_len} "
-        f"needs {_mib(needed)} ({_mib(free_bytes)} are free, weights take "
-        f"{_mib(weight_bytes)}); "
-        + (f"use {', or '.join(proposals)}" if proposals else "no context fits: free some memory"),
+        f"needs {_mib(needed)} ({_mib(profile.free)} are free beside the weights' "
+        f"{_mib(profile.weights)}; of them the largest step's activations take "
+        f"{_mib(profile.activations)}, captured graphs {_mib(profile.graphs)}); {advice}",
         breakdown={
-            "weights": weight_bytes,
+            "weights": profile.weights,
+            "activations": profile.activations,
+            "graphs": profile.graphs,
             "kv_cache": budget,
-            "free": free_bytes,
+            "free": profile.free,
             "one_sequence": needed,
         },
         hint=proposals[0].removesuffix(" or less") if proposals else "",
     )
 
 
+_NOTHING_FITS = (
+    "no context fits: free some memory, or make steps smaller (max_num_batched_tokens, "
+    "max_num_seqs)"
+)
+
+
 def _proposals(
     spec: KVCacheSpec, blocks: int, per_sequence: int, there: int, *, over: bool
 ) -> list[str]:
-    """Settings that would do. `over`: more was asked for than the `there` blocks that are free."""
+    """Settings that would do. `over`: more was asked for than the `there` blocks that are left."""
     found = []
     memory = there if over else per_sequence
     if blocks < per_sequence and blocks * spec.block_size >= 2:
@@ -132,17 +136,19 @@ def _proposals(
     return found
 
 
-def fit_context(spec: KVCacheSpec, config: KVCacheConfig, *, free_bytes: int, longest: int) -> int:
+def fit_context(
+    spec: KVCacheSpec, config: KVCacheConfig, profile: MemoryProfile, *, longest: int
+) -> int:
     """The longest context, up to the model's, of which one sequence fits the cache's budget."""
-    fits = min(_budget(config, free_bytes), free_bytes) // spec.bytes_per_block * spec.block_size
-    return max(2, min(longest, fits))
+    budget = min(_budget(config, profile), profile.left)
+    return max(2, min(longest, budget // spec.bytes_per_block * spec.block_size))
 
 
-def _budget(config: KVCacheConfig, free_bytes: int) -> int:
+def _budget(config: KVCacheConfig, profile: MemoryProfile) -> int:
     if config.memory is not None:
         return config.memory
-    fraction = CPU_DEFAULT_FRACTION if config.fraction is None else config.fraction
-    return int(free_bytes * fraction)
+    fraction = profile.default_fraction if config.fraction is None else config.fraction
+    return int(profile.left * fraction)
 
 
 def _mib(count: int) -> str:

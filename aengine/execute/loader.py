@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from aengine.errors import ConfigError
+from aengine.errors import ConfigError, OutOfMemoryError
 from aengine.execute.forward import NativeForward, TorchForward
 from aengine.execute.inputs import InputBuilder
 from aengine.execute.kv_cache import KVCacheSpec, fit_context, size_cache
-from aengine.execute.memory import available_memory
+from aengine.execute.memory import memory_of
+from aengine.execute.memory_profile import measure
 from aengine.execute.runner import ModelRunner
 from aengine.execute.sampler import Sampler
 from aengine.kernels.native import NativeModel, NativeSpec, obstacle
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aengine.config import EngineConfig
+    from aengine.execute.memory import MemorySource
+    from aengine.execute.memory_profile import MemoryProfile
     from aengine.execute.runner import Forward
     from aengine.kernels.attention import KVLayer
     from aengine.kernels.sampling import SamplingKernels
@@ -57,6 +60,7 @@ class LoadedModel:
     """How it computes, for logs and `stats()`."""
     weights: LoadedWeights
     kv_cache: list[KVLayer]
+    profile: MemoryProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,42 +74,81 @@ class LoadedWeights:
     compute: str
 
 
-def load_model(config: EngineConfig, files: LoadedFiles, device: torch.device) -> LoadedModel:
+def load_model(
+    config: EngineConfig,
+    files: LoadedFiles,
+    device: torch.device,
+    memory: MemorySource | None = None,
+) -> LoadedModel:
     """Load a model.
 
     Args:
         config: the engine's settings.
         files: the opened files.
         device: where it goes.
+        memory: what says how much memory there is; by default the device's own.
 
     Raises:
         ConfigError: a setting that this model or device cannot have.
         ModelLoadError: the weights do not fit the architecture, or it is unknown.
-        OutOfMemoryError: the KV cache does not fit; the message has a value that would.
+        OutOfMemoryError: the weights, the largest step or the KV cache do not fit; the message has
+            a value that would.
     """
     longest = files.config.max_position_embeddings
     wanted = config.max_model_len
-    weights = load_weights(config, files, device)
+    memory = memory or memory_of(device)
+    weights = _load_weights_or_say(config, files, device, memory)
     spec = weights.spec
-    free = _free(device)
-    max_model_len = wanted or fit_context(spec, config.kv_cache, free_bytes=free, longest=longest)
+
+    def make_sampler(vocab_size: int) -> Sampler:
+        return Sampler(
+            max_num_seqs=config.scheduler.max_num_seqs,
+            vocab_size=vocab_size,
+            device=device,
+            kernels=_sampling_kernels(device),
+        )
+
+    def make_for_profile() -> tuple[Forward, Sampler]:
+        forward = weights.bind(spec.allocate(0, device))
+        return forward, make_sampler(forward.vocab_size)
+
+    profile = measure(
+        config.scheduler,
+        files.config,
+        weights.nbytes,
+        memory,
+        make_for_profile,
+        graphs=config.cuda_graphs and device.type == "cuda",
+        longest=wanted or longest,
+        itemsize=spec.dtype.itemsize,
+        device=device,
+    )
+    max_model_len = wanted or fit_context(spec, config.kv_cache, profile, longest=longest)
     num_blocks = size_cache(
         spec,
         config.kv_cache,
-        free_bytes=free,
-        weight_bytes=weights.nbytes,
+        profile,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=max_model_len,
     )
     kv_cache = spec.allocate(num_blocks, device)
     forward = weights.bind(kv_cache)
-    logger.info("%s: %s, %d KV blocks", files.path.name, weights.compute, num_blocks)
-    sampler = Sampler(
-        max_num_seqs=config.scheduler.max_num_seqs,
-        vocab_size=forward.vocab_size,
-        device=device,
-        kernels=_sampling_kernels(device),
+    logger.info(
+        "%s: %s, %d KV blocks; weights %d MiB, activations %d MiB, graphs %d MiB, KV %d MiB",
+        files.path.name,
+        weights.compute,
+        num_blocks,
+        *(
+            size >> 20
+            for size in (
+                profile.weights,
+                profile.activations,
+                profile.graphs,
+                num_blocks * spec.bytes_per_block,
+            )
+        ),
     )
+    sampler = make_sampler(forward.vocab_size)
     builder = InputBuilder(
         block_size=config.scheduler.tokens_per_block, device=device, poison=config.debug
     )
@@ -118,7 +161,23 @@ def load_model(config: EngineConfig, files: LoadedFiles, device: torch.device) -
         compute=weights.compute,
         weights=weights,
         kv_cache=kv_cache,
+        profile=profile,
     )
+
+
+def _load_weights_or_say(
+    config: EngineConfig, files: LoadedFiles, device: torch.device, memory: MemorySource
+) -> LoadedWeights:
+    """`load_weights`; a lack of memory is told in this package's own words."""
+    free = memory.free()
+    try:
+        return load_weights(config, files, device)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"the weights do not fit into the {free / 2**20:.0f} MiB that are free on {device}: "
+            "free some memory, or use a smaller or a quantised model",
+            breakdown={"free": free},
+        ) from error
 
 
 def load_weights(config: EngineConfig, files: LoadedFiles, device: torch.device) -> LoadedWeights:
@@ -263,10 +322,3 @@ def _dtype(config: EngineConfig, files: LoadedFiles, device: torch.device) -> to
         name = files.config.dtype if device.type == "cuda" else "float32"
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def _free(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    return available_memory()

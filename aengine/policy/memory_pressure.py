@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Sequence as Seq
 
     from aengine.batch import IntArray
     from aengine.policy.kv_memory import KVMemory
@@ -36,6 +39,23 @@ class MemoryPressure:
         self._rows = rows
         self._preempt = preempt
         self._parked: list[Sequence] = []
+
+    def reserve(self, prefilling: Seq[Sequence]) -> bool:
+        """Get every running sequence the blocks of its next tokens; whether all have them."""
+        rows = self._rows
+        short = rows.decoding & (rows.known < rows.limit) & (rows.computed >= rows.capacity)
+        slots = np.flatnonzero(short).astype(np.int32)
+        # A prompt has all its blocks since admission; tokens that were forced do not.
+        grown = [
+            sequence
+            for sequence in prefilling
+            if not sequence.held
+            and not sequence.parked
+            and rows.known[sequence.slot] > rows.capacity[sequence.slot]
+        ]
+        if grown:
+            return self.serve(rows.sequences_of(slots) + grown)
+        return not len(slots) or self.serve_decoding(slots)
 
     def serve_decoding(self, slots: IntArray) -> bool:
         """One more block for each of these slots; whether nobody went without or gave way."""

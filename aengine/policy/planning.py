@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from aengine.policy.sequence import Sequence
 
 
+MOST_LOGPROB_POSITIONS = 512
+"""Prompt positions of one step whose log-probabilities are wanted: each needs logits of the whole
+vocabulary, so this bounds what a step takes however large its token budget is."""
+
+
 class Work(enum.IntEnum):
     """What a step may hold, and with it the lane that it runs in."""
 
@@ -69,6 +74,19 @@ class Draft:
     slot_inits: list[SlotInit] = field(default_factory=list)
     inserted: dict[int, Node] = field(default_factory=dict)
     """Chunk index -> the first cache node whose block this step writes."""
+    logprob_positions: int = 0
+
+    def room(self, sequence: Sequence, budget: int) -> int:
+        """How many tokens of a prefill the step can take, of the `budget` that is left."""
+        if not sequence.wants_prompt_logprobs:
+            return budget
+        return min(budget, MOST_LOGPROB_POSITIONS - self.logprob_positions)
+
+    def take(self, chunk: Chunk) -> None:
+        """One more chunk."""
+        self.chunks.append(chunk)
+        if chunk.sequence.wants_prompt_logprobs:
+            self.logprob_positions += chunk.length
 
 
 @dataclass(slots=True, eq=False)

@@ -177,7 +177,7 @@ class Scheduler:
         if in_lane >= self._config.max_steps_in_flight:
             return None
         elsewhere = in_lane < len(self._in_flight)
-        all_served = self._reserve_blocks()
+        all_served = self._pressure.reserve(self._prefilling)
         rows = self._rows
         draft = Draft(self._next_step, work, np.zeros(0, dtype=np.int32))
         if work is not Work.PREFILL:
@@ -196,23 +196,6 @@ class Scheduler:
             return None
         return self._launch(draft)
 
-    def _reserve_blocks(self) -> bool:
-        """Get every running sequence the blocks of its next tokens; whether all have them."""
-        rows = self._rows
-        short = rows.decoding & (rows.known < rows.limit) & (rows.computed >= rows.capacity)
-        slots = np.flatnonzero(short).astype(np.int32)
-        # A prompt has all its blocks since admission; tokens that were forced do not.
-        grown = [
-            sequence
-            for sequence in self._prefilling
-            if not sequence.held
-            and not sequence.parked
-            and rows.known[sequence.slot] > rows.capacity[sequence.slot]
-        ]
-        if grown:
-            return self._pressure.serve(rows.sequences_of(slots) + grown)
-        return not len(slots) or self._pressure.serve_decoding(slots)
-
     def _continue_prefills(self, draft: Draft, budget: int) -> int:
         """Chunks of the sequences that have begun, most urgent first; the budget that is left."""
         rows = self._rows
@@ -224,6 +207,8 @@ class Scheduler:
                 continue
             if rows.pending[slot] and rows.lane[slot] != draft.work:
                 continue
+            if draft.room(sequence, budget) <= 0:
+                continue
             budget -= self._add_chunk(draft, sequence, budget)
         return budget
 
@@ -234,7 +219,7 @@ class Scheduler:
         others = {step_id for step_id, step in steps if step.work is not draft.work}
         while budget > 0 and rows.num_free:
             sequence = self._queue.peek()
-            if sequence is None:
+            if sequence is None or draft.room(sequence, budget) <= 0:
                 return
             attempt = (sequence.seq_id, memory.pool.returns)
             if attempt == self._blocked:
@@ -266,11 +251,12 @@ class Scheduler:
         """Put the next tokens of a prefill into the step; how many."""
         rows, slot = self._rows, sequence.slot
         start = int(rows.computed[slot])
-        chunk = Chunk(sequence, start, min(budget, int(rows.known[slot]) - start))
+        length = min(draft.room(sequence, budget), int(rows.known[slot]) - start)
+        chunk = Chunk(sequence, start, length)
         node = self._memory.commit_launched(sequence, chunk.committable, draft.step_id)
         if node is not None:
             draft.inserted[len(draft.chunks)] = node
-        draft.chunks.append(chunk)
+        draft.take(chunk)
         if chunk.samples:
             self._prefilling.remove(sequence)
             rows.decoding[slot] = True

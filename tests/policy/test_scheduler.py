@@ -481,3 +481,22 @@ def test_a_resumed_sequence_brings_its_output_along() -> None:
         assert bench.tokens[init.request.seq_id][: len(init.output_token_ids)] == list(
             init.output_token_ids
         )
+
+
+def test_prompt_positions_that_want_logprobs_are_bounded_a_step() -> None:
+    """Each takes logits of the whole vocabulary, so a large budget must not be all theirs."""
+    long = [1 + i % 40 for i in range(900)]
+    bench = Bench(
+        num_blocks=900, max_model_len=2048, max_num_batched_tokens=4096, enable_prefix_cache=False
+    )
+    bench.add(request(1, long, 2, prompt_logprobs=0))
+    bench.add(request(2, long[1:], 2, prompt_logprobs=0))
+    bench.add(request(3, long[2:], 2))
+    wanted = []
+    while (plan := bench.launch()) is not None:
+        wanted.append(int(plan.lengths[plan.prompt_logprob_rows].sum()))
+        bench.settle()
+    bench.run()
+    bench.check_outputs()
+    assert wanted[:4] == [512, 512, 512, 263]
+    assert all(len(bench.tokens[i]) == 2 for i in (1, 2, 3))

@@ -192,8 +192,7 @@ class EngineConfig:
             _at_least("max_model_len", self.max_model_len, 2)
         if self.loop not in ("own", "caller"):
             raise ConfigError(f"loop={self.loop!r} must be 'own' or 'caller'")
-        if not math.isfinite(self.shutdown_timeout) or self.shutdown_timeout < 0:
-            raise ConfigError(f"shutdown_timeout={self.shutdown_timeout} must be at least 0")
+        check_seconds("shutdown_timeout", self.shutdown_timeout)
         if self.cpu_threads is not None:
             _at_least("cpu_threads", self.cpu_threads, 1, 1024)
         if self.switch_interval is not None:
@@ -234,6 +233,21 @@ class EngineConfig:
             grammar=GrammarLimits(**parts["grammar"]),
             **parts[""],
         )
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Refuse what is no duration.
+
+    Raises:
+        ConfigError: `value` is not a finite number of seconds from 0 on.
+    """
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or value < 0
+    ):
+        raise ConfigError(f"{name}={value!r} must be a finite number of seconds, at least 0")
 
 
 def _at_least(name: str, value: Any, low: int, high: int | None = None) -> None:

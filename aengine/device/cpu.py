@@ -53,7 +53,7 @@ class CpuDevice:
         # Dropped without close(): the threads end after their last job, nobody waits for them.
         # At interpreter exit somebody must: a thread that is inside a kernel then would take the
         # process down.
-        atexit.register(self._workers.stop)
+        atexit.register(self._workers.stop_at_exit)
         weakref.finalize(self, forget, self._workers).atexit = False
 
     @property
@@ -95,7 +95,7 @@ class CpuDevice:
         Work that waits for another device's completion does not wait any longer: it fails.
         """
         self._workers.stop()
-        atexit.unregister(self._workers.stop)
+        atexit.unregister(self._workers.stop_at_exit)
         self._reactor.close()
 
 

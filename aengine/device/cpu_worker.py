@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_OS_NAME = 15
 """Linux keeps at most this many bytes of a thread's name."""
+EXIT_PATIENCE = 1.0
+"""Seconds that the interpreter's exit waits for the job that a thread is doing."""
 FOREIGN_LOOK = 0.2
 """Seconds between looks at whether this device closes, while waiting for another device."""
 
@@ -108,10 +110,17 @@ class Workers:
             if thread is not threading.current_thread():
                 thread.join()
 
+    def stop_at_exit(self) -> None:
+        """The same at the interpreter's exit, which a job that never ends must not hold up."""
+        self.end()
+        until = time.monotonic() + EXIT_PATIENCE
+        for _, thread in self._all:
+            thread.join(max(0.0, until - time.monotonic()))
+
 
 def forget(workers: Workers) -> None:
     """The device was dropped without `close`: end its threads without waiting."""
-    atexit.unregister(workers.stop)
+    atexit.unregister(workers.stop_at_exit)
     workers.end()
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
+
+from aengine.threads import DaemonPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +44,7 @@ class Chores:
         self._pause = pause
         self._clock = clock
         self._next = 0.0
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: DaemonPool | None = None
         self._running: asyncio.Future[None] | None = None
 
     def look(self) -> None:
@@ -58,7 +59,7 @@ class Chores:
         self._next = self._clock() + self._pause
         if self._pool is None:
             # One thread for all of it: what a thread sets up for the device is kept by thread.
-            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="aengine-chores")
+            self._pool = DaemonPool(1, "aengine-chores")
         self._running = asyncio.get_running_loop().run_in_executor(self._pool, _do, chore)
 
     async def aclose(self) -> None:

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import warnings
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from aengine.config import EngineConfig
+from aengine.config import EngineConfig, check_seconds
 from aengine.engine.channel import Channel
-from aengine.engine.contexts import Carried, carried
+from aengine.engine.contexts import carried
+from aengine.engine.ending import CLOSING, GRACE, closed
+from aengine.engine.exit_hook import ExitHook
 from aengine.engine.loading import load_parts
 from aengine.engine.many import generate_many
 from aengine.engine.messages import Abort, AbortById, Close, Submit
 from aengine.engine.operable import Operable
-from aengine.engine.prompts import check_prompt
+from aengine.engine.prompts import check_options, check_prompt
 from aengine.engine.runtime import CallerLoop, OwnLoop
 from aengine.engine.service import EngineService, EngineState
 from aengine.engine.stream import Stream
-from aengine.errors import EngineClosedError, EngineStateError, InvalidRequestError
+from aengine.errors import EngineClosedError, EngineStateError
 from aengine.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -36,6 +39,9 @@ if TYPE_CHECKING:
     from aengine.outputs import EngineStats, RequestOutput
 
     Progress = Callable[[str, int, int], None]
+
+
+logger = logging.getLogger("aengine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +103,7 @@ class Engine(Operable):
     def _open(
         self, config: EngineConfig, loader: PartsLoader, on_progress: Progress | None
     ) -> None:
-        self._service = EngineService(config, loader, on_progress or _no_progress)
+        self._service = EngineService(config, loader, on_progress)
         self._runtime: Runtime | None = None
         self._finalizer: weakref.finalize[[EngineService, Runtime], Engine] | None = None
         self._labels = itertools.count(1)
@@ -113,55 +119,72 @@ class Engine(Operable):
         """
         service = self._service
         if service.state is EngineState.NEW:
-            service.state = EngineState.STARTING
-            service.on_progress = Carried(service.on_progress)
             name = f"aengine-{id(self):x}"
             runtime = OwnLoop(name) if self.config.loop == "own" else CallerLoop(name)
             self._runtime = runtime
-            self._finalizer = weakref.finalize(self, _abandon, service, runtime)
+            self._finalizer = weakref.finalize(self, _forget, service, runtime)
+            self._finalizer.atexit = False
+            service.starting(ExitHook(service, runtime))
             runtime.start(service.main)
         elif service.state not in (EngineState.STARTING, EngineState.RUNNING):
             raise service.closed_error()
         try:
             await asyncio.shield(asyncio.wrap_future(service.started))
         except asyncio.CancelledError:
-            self.terminate()
+            _stop(service)
+            await self._ended(2 * GRACE)
             raise
         except BaseException:
-            await self._ended()
+            await self._ended(CLOSING)
             raise
         return self
 
     async def aclose(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """End the engine and give everything back. Idempotent; may be called from any loop.
 
+        It always ends: a device that does not report within two seconds after the last request
+        is left alone, which is logged; its memory is given back if it ever reports.
+
         Args:
             drain: let running and queued requests finish; otherwise they end at once.
             timeout: seconds for that before they are aborted; None: `shutdown_timeout`.
+
+        Raises:
+            ConfigError: an impossible `timeout`.
         """
+        patience = self.config.shutdown_timeout if timeout is None else timeout
+        check_seconds("timeout", patience)
         if self._runtime is None:
             self._service.state = EngineState.CLOSED
             return
-        patience = self.config.shutdown_timeout if timeout is None else timeout
-        self._service.ask_close(Close(drain=drain, timeout=patience))
-        await self._ended()
+        patience = patience if drain else 0.0
+        self._service.ask_close(Close(drain=drain, timeout=patience, grace=GRACE))
+        await self._ended(patience + 2 * GRACE + (CLOSING if drain else 0.0))
 
-    async def _ended(self) -> None:
+    async def _ended(self, seconds: float) -> None:
         assert self._runtime is not None
+        over = asyncio.wrap_future(self._runtime.ended)
         # wait(), not a plain await: how it ended has been told to whoever was concerned.
-        await asyncio.wait([asyncio.wrap_future(self._runtime.ended)])
+        waste = self._service.abandoned or self._runtime.gone
+        await asyncio.wait([over], timeout=0.0 if waste else seconds)
+        if not over.done() and not self._service.abandoned:
+            # Its loop is closed, or stuck in somebody's callback.
+            logger.error("the loop of %r does not come round: it ends without", self)
+            await closed(self._service.abandon(), GRACE)
         self._detach()
 
     def terminate(self) -> None:
         """End the engine at once, without waiting for requests. Synchronous, from any thread.
 
         With `loop="own"` it returns when the engine's thread has ended (a step that is being
-        computed ends first); with `loop="caller"` the engine ends when the loop next runs.
+        computed ends first, if it does so within two seconds); with `loop="caller"` the engine
+        ends when the loop next runs.
         """
         if self._runtime is None:
             self._service.state = EngineState.CLOSED
             return
-        _abandon(self._service, self._runtime)
+        _stop(self._service)
+        self._runtime.join(timeout=2 * GRACE)
         self._detach()
 
     def _detach(self) -> None:
@@ -226,7 +249,7 @@ class Engine(Operable):
             raise EngineClosedError("an engine does not survive a fork: make one in this process")
         check_prompt(prompt)
         params = SamplingParams() if params is None else params
-        _check_options(params, priority, deadline, request_id, cache_salt)
+        check_options(params, priority, deadline, request_id, cache_salt)
         channel = Channel(
             request_id=request_id or f"req-{next(self._labels)}",
             n=params.n,
@@ -345,32 +368,11 @@ class _Abort:
         self._service.post(Abort(channel))
 
 
-def _abandon(service: EngineService, runtime: Runtime) -> None:
-    service.ask_close(Close(drain=False, timeout=0.0))
-    runtime.join(timeout=3.0)
+def _stop(service: EngineService) -> None:
+    service.ask_close(Close(drain=False, timeout=0.0, grace=GRACE))
 
 
-def _no_progress(stage: str, done: int, total: int) -> None:
-    """Progress nobody asked for."""
-
-
-def _check_options(
-    params: Any, priority: Any, deadline: Any, request_id: Any, cache_salt: Any
-) -> None:
-    if not isinstance(params, SamplingParams):
-        raise InvalidRequestError(
-            f"params must be SamplingParams, not {type(params).__name__}",
-            param="params",
-            value=params,
-        )
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise InvalidRequestError("priority must be an integer", param="priority", value=priority)
-    if deadline is not None and (
-        isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0
-    ):
-        raise InvalidRequestError(
-            "deadline must be a number of seconds above 0", param="deadline", value=deadline
-        )
-    for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
-        if value is not None and (not isinstance(value, str) or not value):
-            raise InvalidRequestError(f"{name} must be a non-empty string", param=name, value=value)
+def _forget(service: EngineService, runtime: Runtime) -> None:
+    """The engine was collected unclosed, maybe in a running loop: do not wait for long."""
+    _stop(service)
+    runtime.join(timeout=0.5)

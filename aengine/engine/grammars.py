@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from aengine.grammar.cache import GrammarCache
 from aengine.grammar.compiler import GrammarCompiler
 from aengine.grammar.vocabulary import describe
+from aengine.threads import DaemonPool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ class Grammars:
         self._eos_ids = eos_ids
         self._vocab_size = vocab_size
         self._limits = limits
-        self._pool = ThreadPoolExecutor(1, "aengine-masks")
+        self._pool = DaemonPool(1, "aengine-masks")
         self._compiler: GrammarCompiler | None = None
         self._cache: GrammarCache | None = None
 

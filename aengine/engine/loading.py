@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aengine.device.cpu import CpuDevice
 from aengine.device.cuda import CudaDevice
 from aengine.device.lanes import use_threads
 from aengine.device.trace import Trace
+from aengine.engine.ending import GRACE, closed
 from aengine.engine.grammars import Grammars
 from aengine.engine.parts import EngineParts
 from aengine.engine.text_thread import TextThread
 from aengine.errors import AEngineError, ConfigError, DeviceError
 from aengine.policy.scheduler import Scheduler
+from aengine.threads import DaemonPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -90,18 +93,17 @@ async def load_parts(
             config = replace(config, scheduler=config.scheduler.on_gpu())
             device = gpu = CudaDevice(index, trace=trace)
             stream = lane = device.stream("forward")
-            loop = asyncio.get_running_loop()
             # In a thread: what a GPU is given to do is prepared by the one who launches it.
-            model = await loop.run_in_executor(
-                None, load_on_gpu, config, files, gpu, lane, on_progress
+            pool = DaemonPool(1, "aengine-load")
+            loading = asyncio.get_running_loop().run_in_executor(
+                pool, load_on_gpu, config, files, gpu, lane, on_progress
             )
+            pool.shutdown(wait=False)
+            model = await loading
         on_progress("load", 1, 1)
     except BaseException:
-        text_thread.close()
-        if grammars is not None:
-            grammars.close()
-        if device is not None:
-            device.close()
+        # What was begun ends first, in bounded time: a load that hangs must not hold up its end.
+        await closed(partial(_close, text_thread, grammars, device), GRACE)
         raise
     return EngineParts(
         model_name=config.model,
@@ -122,6 +124,14 @@ async def load_parts(
         trace_path=config.trace,
         grammars=grammars,
     )
+
+
+def _close(text_thread: TextThread, grammars: Grammars | None, device: Device | None) -> None:
+    text_thread.close()
+    if grammars is not None:
+        grammars.close()
+    if device is not None:
+        device.close()
 
 
 def _memory(

@@ -68,10 +68,14 @@ class Wake:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Close:
-    """End the engine: finish what runs if `drain`, within `timeout` seconds, then stop."""
+    """End the engine: finish what runs if `drain`, within `timeout` seconds, then stop.
+
+    `grace`: seconds from then on for what the device has begun.
+    """
 
     drain: bool
-    timeout: float | None
+    timeout: float
+    grace: float
 
 
 Message = Submit | Prepared | Abort | AbortById | Call | Wake | Close

@@ -54,15 +54,18 @@ class EngineParts:
                     sequences.append(ids)
         return tuple(sequences)
 
+    def write_trace(self) -> None:
+        """Write the trace where it was asked for."""
+        if self.trace is not None and self.trace_path is not None:
+            self.trace.write(self.trace_path)
+
     def close(self) -> None:
-        """Give everything back: threads, streams, memory."""
+        """Give everything back: threads, streams, memory. Blocks until the device is done."""
         self.text_thread.close()
         self.grammars.close()
         self.device.close()
         if self.lanes is not None:
             self.lanes.close()
-        if self.trace is not None and self.trace_path is not None:
-            self.trace.write(self.trace_path)
 
 
 class ModelMemory(Protocol):

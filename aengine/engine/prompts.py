@@ -1,6 +1,6 @@
 """From what a caller gives as a prompt to token ids, with every bad prompt named.
 
-Runs in the engine's text thread: the tokenizer of a long prompt must not hold up a loop.
+`encode_prompt` runs in the engine's text thread: a long prompt must not hold up a loop.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aengine.errors import ContextLengthError, InvalidRequestError
+from aengine.request import SamplingParams
 
 if TYPE_CHECKING:
     from aengine.engine.messages import Prompt
@@ -57,6 +58,33 @@ def _check_unicode(text: str) -> None:
             param="prompt",
             value=text[max(0, error.start - 10) : error.start + 10],
         ) from None
+
+
+def check_options(
+    params: Any, priority: Any, deadline: Any, request_id: Any, cache_salt: Any
+) -> None:
+    """Reject options of `generate` that make no sense.
+
+    Raises:
+        InvalidRequestError: `.param` names the one.
+    """
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(
+            f"params must be SamplingParams, not {type(params).__name__}",
+            param="params",
+            value=params,
+        )
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidRequestError("priority must be an integer", param="priority", value=priority)
+    if deadline is not None and (
+        isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0
+    ):
+        raise InvalidRequestError(
+            "deadline must be a number of seconds above 0", param="deadline", value=deadline
+        )
+    for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
+        if value is not None and (not isinstance(value, str) or not value):
+            raise InvalidRequestError(f"{name} must be a non-empty string", param=name, value=value)
 
 
 def encode_prompt(prompt: Prompt, codec: TextCodec, *, max_model_len: int) -> tuple[int, ...]:

@@ -23,6 +23,11 @@ class Runtime(Protocol):
 
     ended: Future[None]
 
+    @property
+    def gone(self) -> bool:
+        """Whether the loop is closed, so that the coroutine can never end."""
+        ...
+
     def start(self, main: Main) -> None: ...
 
     def join(self, timeout: float | None) -> bool:
@@ -38,9 +43,13 @@ class OwnLoop:
         self._thread: threading.Thread | None = None
         self.ended: Future[None] = Future()
 
+    @property
+    def gone(self) -> bool:
+        return False
+
     def start(self, main: Main) -> None:
         # A daemon, so that an engine somebody forgot does not keep the interpreter from ending;
-        # the engine's finalizer ends it in an orderly way before that.
+        # the engine's exit hook ends it in an orderly way before that.
         self._thread = threading.Thread(
             target=self._run, args=(main,), name=self._name, daemon=True
         )
@@ -68,10 +77,16 @@ class CallerLoop:
     def __init__(self, name: str) -> None:
         self._name = name
         self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.ended: Future[None] = Future()
 
+    @property
+    def gone(self) -> bool:
+        return self._loop is not None and self._loop.is_closed() and not self.ended.done()
+
     def start(self, main: Main) -> None:
-        self._task = asyncio.get_running_loop().create_task(main(), name=self._name)
+        self._loop = asyncio.get_running_loop()
+        self._task = self._loop.create_task(main(), name=self._name)
         self._task.add_done_callback(self._over)
 
     def _over(self, task: asyncio.Task[None]) -> None:

@@ -7,20 +7,22 @@ in here holds the front door, so that a forgotten engine can be collected.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import logging
 import os
 import sys
-import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aengine.engine.chores import Chores
 from aengine.engine.core import EngineCore
 from aengine.engine.delayed import DelayedSampling
 from aengine.engine.delivery import Outbox
+from aengine.engine.ending import CLOSING, closed, ended
 from aengine.engine.gate import Gate
 from aengine.engine.inbox import Inbox
 from aengine.engine.intake import Intake
@@ -28,6 +30,7 @@ from aengine.engine.lifecycle import Lifecycle
 from aengine.engine.messages import Call, Wake
 from aengine.engine.metrics import Metrics
 from aengine.engine.mux_loop import MuxLoop, make_lanes
+from aengine.engine.reporting import Reporter
 from aengine.engine.steps import StepLoop
 from aengine.errors import EngineClosedError, EngineDeadError
 from aengine.policy.mux import ChunkedOnly, takes_turns
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from aengine.config import EngineConfig
+    from aengine.engine.exit_hook import ExitHook
     from aengine.engine.messages import Close, Message
     from aengine.engine.parts import EngineParts, PartsLoader
     from aengine.outputs import EngineStats
@@ -68,7 +72,7 @@ class EngineService:
         self,
         config: EngineConfig,
         loader: PartsLoader,
-        on_progress: Callable[[str, int, int], None],
+        on_progress: Callable[[str, int, int], None] | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -79,11 +83,15 @@ class EngineService:
         """While it serves: afterwards nothing may keep the model alive."""
         self.death: BaseException | None = None
         self.pid = os.getpid()
+        self._exit_hook: ExitHook | None = None
+        self.abandoned = False
+        """Whether it ended without its loop."""
         self._loader = loader
-        self.on_progress = on_progress
+        self._report = Reporter(on_progress, lambda: self._close is not None)
         self._close: Close | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loading: asyncio.Task[EngineParts] | None = None
         self._inbox: Inbox[Message] | None = None
-        self._loop_thread: int | None = None
         self._steps: StepLoop | None = None
         self._delayed: DelayedSampling | None = None
         self._chores: Chores | None = None
@@ -91,15 +99,22 @@ class EngineService:
         self._gate: Gate | None = None
         self._lifecycle: Lifecycle | None = None
 
+    def starting(self, hook: ExitHook) -> None:
+        """`main` is about to be run, for whoever calls this: its context is `on_progress`'s."""
+        self.state = EngineState.STARTING
+        self._report.carry_context()
+        self._exit_hook = hook
+
     async def main(self) -> None:
         """Load, serve until closed or dead, give everything back."""
-        loop = asyncio.get_running_loop()
-        self._loop_thread = threading.get_ident()
+        loop = self._loop = asyncio.get_running_loop()
         self._inbox = Inbox(loop)
         interval = self._set_switch_interval()
         parts: EngineParts | None = None
+        self._arm()
         try:
-            parts = await self._loader(self.config, self.on_progress)
+            parts = await self._load(loop)
+            self._arm()
             self._build(parts, loop)
             self.state = EngineState.RUNNING
             self.parts = parts
@@ -113,25 +128,54 @@ class EngineService:
             self._die(error)
         finally:
             self._refuse_leftovers()
-            lifecycle, self._lifecycle = self._lifecycle, None
-            if lifecycle is not None:
-                await lifecycle.aclose()
-                del lifecycle
-            self._core = self._steps = self._gate = self.parts = None
-            delayed, self._delayed = self._delayed, None
-            if delayed is not None:
-                await delayed.aclose()
-                del delayed
-            chores, self._chores = self._chores, None
-            if chores is not None:
-                await chores.aclose()
-                del chores
-            if parts is not None:
-                # In a thread: closing waits for the device's workers, and in the caller's loop
-                # (loop="caller") that wait must not hold up anybody.
-                await asyncio.shield(loop.run_in_executor(None, parts.close))
-            if interval is not None:
-                sys.setswitchinterval(interval)
+            try:
+                await self._give_back(parts)
+            finally:
+                if (hook := self._exit_hook) is not None:
+                    self._exit_hook = None
+                    hook.disarm()
+                if interval is not None:
+                    sys.setswitchinterval(interval)
+
+    def _arm(self) -> None:
+        if self._exit_hook is not None:
+            self._exit_hook.arm()
+
+    async def _load(self, loop: asyncio.AbstractEventLoop) -> EngineParts:
+        loading = self._loading = loop.create_task(self._run_loader())
+        if self._close is not None:
+            loading.cancel()
+        try:
+            return await loading
+        finally:
+            self._loading = None
+
+    async def _run_loader(self) -> EngineParts:
+        return await self._loader(self.config, self._report)
+
+    async def _give_back(self, parts: EngineParts | None) -> None:
+        """End what runs beside the steps, then the parts, each in bounded time."""
+        steps, close = self._steps, self._close
+        beside = [self._lifecycle, self._delayed, self._chores]
+        self._core = self._steps = self._gate = self.parts = None
+        self._lifecycle = self._delayed = self._chores = None
+        hangs = steps is not None and steps.hangs
+        seconds = CLOSING if close is None or close.drain else close.grace
+        if hangs:
+            logger.error("the device did not finish what it had begun: the engine closes without")
+            seconds = 0.0
+        while beside:
+            if (piece := beside.pop()) is not None:
+                await ended(piece.aclose(), seconds)
+            del piece
+        if parts is None:
+            return
+        if parts.trace_path is not None:
+            await closed(parts.write_trace, None)
+        # In a thread: closing waits for the device's workers, and in the caller's loop
+        # (loop="caller") that wait must not hold up anybody. It holds the steps, too.
+        if not await closed(partial(_close_parts, parts, steps), seconds):
+            logger.error("closing the engine goes on in the background")
 
     def _build(self, parts: EngineParts, loop: asyncio.AbstractEventLoop) -> None:
         assert self._inbox is not None
@@ -179,15 +223,20 @@ class EngineService:
             self.death = error
             self.state = EngineState.DEAD
         if not self.started.done():
-            self.started.set_exception(self.closed_error() if self.death is None else error)
+            self._not_started(self.closed_error() if self.death is None else error)
         elif self._core is not None:
             if self.death is not None:
                 logger.error("the engine died", exc_info=error)
             self._core.end(self.closed_error)
 
+    def _not_started(self, error: BaseException) -> None:
+        with contextlib.suppress(InvalidStateError):  # another thread gave up at the same time
+            self.started.set_exception(error)
+
     def _refuse_leftovers(self) -> None:
         """Answer the messages that came too late."""
-        assert self._inbox is not None
+        if self._inbox is None:
+            return
         for message in self._inbox.take():
             if isinstance(message, Call):
                 message.future.set_exception(self.closed_error())
@@ -235,6 +284,26 @@ class EngineService:
         if self.state is EngineState.RUNNING:
             self.state = EngineState.CLOSING
         self.post(close)
+        if self._loading is not None and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._stop_loading)
+
+    def _stop_loading(self) -> None:
+        if self._loading is not None:
+            self._loading.cancel()
+
+    def abandon(self) -> Callable[[], None]:
+        """The loop does not come round any more: end without it. Returns what gives the rest back,
+        which blocks."""
+        self.abandoned = True
+        self.state = EngineState.CLOSED
+        self._not_started(self.closed_error())
+        self._refuse_leftovers()
+        parts, steps = self.parts, self._steps
+        for channel in () if self._core is None else self._core.channels():
+            _fail_in_its_loop(channel, self.closed_error())
+        self._core = self._steps = self._gate = self.parts = None
+        return partial(_close_parts, parts, steps)
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
         """Run `function` on the loop between two steps."""
@@ -285,6 +354,12 @@ class EngineService:
         """Seconds since the step loop last came round; None while it is not running."""
         steps = self._steps
         return None if steps is None else max(0.0, self.clock() - steps.heartbeat)
+
+
+def _close_parts(parts: EngineParts | None, steps: object) -> None:
+    """Give the parts back; what `steps` hold on the device lives until that is done."""
+    if parts is not None:
+        parts.close()
 
 
 def _wake(inbox: Inbox[Message]) -> None:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 PULSE = 1.0
 """Seconds after which an idle engine comes round: an older heartbeat means that it hangs."""
+WATCH = 0.1
+"""Seconds between looks at the clock while the loop waits for the device, which may be long."""
 
 
 @dataclass(slots=True)
@@ -81,6 +83,12 @@ class StepLoop:
         self._depth = max_steps_in_flight
         self._steps: deque[LaunchedStep] = deque()
         self._close_at: float | None = None
+        self._grace = 0.0
+        self._give_up_at: float | None = None
+        self._watching: asyncio.TimerHandle | None = None
+        self._halt: asyncio.Future[None] | None = None
+        self.hangs = False
+        """Whether the loop ended without what the device had begun."""
         self._lateness = Lateness(clock)
         self.steps_launched = 0
         self.heartbeat = clock()
@@ -94,13 +102,29 @@ class StepLoop:
         return {}
 
     async def run(self) -> None:
-        """Serve until told to close. Device errors come out; faults of one step or row do not."""
-        # Requests begin to be prepared as soon as the loop hears of them, step or no step.
-        self._inbox.on_wake = self._begin_requests
+        """Serve until told to close. Device errors come out; faults of one step or row do not.
+
+        What callers say is heard while the loop waits for the device, too; and when it closes, that
+        wait is given up in the end: a completion may never come.
+        """
+        loop = asyncio.get_running_loop()
+        halt = self._halt = loop.create_future()
+        self._inbox.on_wake = self._hear
+        serving = loop.create_task(self._serve())
         try:
-            await self._serve()
+            await asyncio.wait([serving, halt], return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._inbox.on_wake = None
+            if self._watching is not None:
+                self._watching.cancel()
+            if not serving.done():
+                serving.cancel()  # abandons the wait, not the work
+                await asyncio.wait([serving])
+        if halt.done():
+            self.hangs = not halt.exception()
+            halt.result()
+        else:
+            serving.result()
 
     async def _serve(self) -> None:
         while True:
@@ -122,9 +146,30 @@ class StepLoop:
                 patience = self._patience()
                 await self._inbox.wait(PULSE if patience is None else min(PULSE, patience))
 
-    def _begin_requests(self) -> None:
-        while (message := self._inbox.take_next(Submit)) is not None:
-            self._core.submit(message)
+    def _hear(self) -> None:
+        """Messages came, or it is time for something: whatever the loop waits for just now."""
+        try:
+            self._take_messages()
+        except BaseException as error:
+            if self._halt is not None and not self._halt.done():
+                self._halt.set_exception(error)
+
+    def _watch(self) -> None:
+        """Look at the clock while the device works."""
+        self._watching = None
+        now = self._clock()
+        if (patience := self._patience()) is not None and patience <= 0:
+            self._hear()
+        if self._core.closing and self._core.idle:
+            if self._give_up_at is None:
+                self._give_up_at = now + self._grace
+            elif now >= self._give_up_at and self._halt is not None and not self._halt.done():
+                self._halt.set_result(None)
+        self._keep_watch()
+
+    def _keep_watch(self) -> None:
+        if self._watching is None and (self.in_flight or self._core.closing):
+            self._watching = asyncio.get_running_loop().call_later(WATCH, self._watch)
 
     def _earliness(self) -> float:
         """Seconds to wait before the next step is decided; 0.0: now."""
@@ -148,6 +193,7 @@ class StepLoop:
                 await self._settle_oldest()
             output = await self._delayed.sample(plan, begun)
         self._steps.append(LaunchedStep(plan, output))
+        self._keep_watch()
         self._lateness.launched()
         self._chores.look()
         while len(self._steps) >= self._depth:
@@ -212,9 +258,10 @@ class StepLoop:
     def _close(self, message: Close) -> None:
         self._core.closing = True
         patience = message.timeout if self._gate.closing() and message.drain else 0.0
-        if patience is not None:
-            until = self._clock() + patience
-            self._close_at = until if self._close_at is None else min(self._close_at, until)
+        until = self._clock() + patience
+        self._close_at = until if self._close_at is None else min(self._close_at, until)
+        self._grace = message.grace
+        self._keep_watch()
 
     def _patience(self) -> float | None:
         """Seconds until the next thing that happens without a message."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 import copy
 import threading
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aengine.errors import EngineClosedError, EngineOverloadedError
+from aengine.threads import DaemonPool
 
 if TYPE_CHECKING:
     from aengine.grammar.compiler import GrammarCompiler
@@ -59,8 +60,8 @@ class GrammarCache:
         self._kept: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
         self._nbytes = 0
         self._flights: dict[StructuredOutput, _Flight] = {}
-        self._light: ThreadPoolExecutor | None = None
-        self._heavy: ThreadPoolExecutor | None = None
+        self._light: DaemonPool | None = None
+        self._heavy: DaemonPool | None = None
         self._closed = False
         self._hits = self._misses = self._evictions = 0
 
@@ -98,7 +99,7 @@ class GrammarCache:
                 )
             self._flights[structured] = flight = _Flight([future])
             if self._light is None:
-                self._light = ThreadPoolExecutor(_LIGHT_THREADS, "aengine-grammar")
+                self._light = DaemonPool(_LIGHT_THREADS, "aengine-grammar")
             self._light.submit(self._prepare, structured, flight)
         return future
 
@@ -156,9 +157,7 @@ class GrammarCache:
                 if self._closed:
                     return
                 if self._heavy is None:
-                    self._heavy = ThreadPoolExecutor(
-                        self._limits.max_heavy, "aengine-grammar-heavy"
-                    )
+                    self._heavy = DaemonPool(self._limits.max_heavy, "aengine-grammar-heavy")
                 self._heavy.submit(self._compile_heavy, structured, flight, source)
         except BaseException as error:
             self._settle(structured, flight, error)

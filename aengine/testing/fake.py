@@ -55,14 +55,16 @@ class FakeEngine(WatchedEngine):
     faults: Faults
 
     async def aclose(self, *, drain: bool = True, timeout: float | None = None) -> None:
-        """See `Engine.aclose`. A dropped completion comes now."""
-        self.faults.release()
-        await super().aclose(drain=drain, timeout=timeout)
+        """See `Engine.aclose`. A dropped completion comes when that is over, to end its thread."""
+        try:
+            await super().aclose(drain=drain, timeout=timeout)
+        finally:
+            self.faults.release()
 
     def terminate(self) -> None:
-        """See `Engine.terminate`."""
-        self.faults.release()
+        """See `Engine.terminate`. A dropped completion comes when that is over."""
         super().terminate()
+        self.faults.release()
 
 
 def fake_engine(

@@ -109,6 +109,20 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """KV blocks to be copied between the device and host memory, the i-th to or from the i-th.
+
+    `copy_id` counts with the steps. What the copy reads is written already, and nothing that was
+    launched before it or will be launched before it has ended touches what it writes.
+    """
+
+    copy_id: int
+    to_host: bool
+    device_blocks: tuple[int, ...]
+    host_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
     """Log-probabilities at one position: the token's own, its rank (1 = most likely), the top k."""
 

@@ -32,6 +32,9 @@ class SchedulerConfig:
         enable_prefix_cache: keep the KV blocks of finished prompts for later requests.
         priority_ageing: seconds of waiting that count as one level of priority.
         max_steps_in_flight: steps launched before the oldest must have settled (at least 1).
+        swap_space: bytes of host memory (pinned, for a GPU) for the KV blocks of sequences that
+            give way when blocks run out; 0: what they had computed is computed again.
+        swap_min_tokens: sequences with fewer computed tokens are computed again all the same.
     """
 
     max_num_seqs: int = 64
@@ -42,6 +45,8 @@ class SchedulerConfig:
     enable_prefix_cache: bool = True
     priority_ageing: float = 10.0
     max_steps_in_flight: int = 2
+    swap_space: int = 0
+    swap_min_tokens: int = 256
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1, 65_535)
@@ -53,6 +58,8 @@ class SchedulerConfig:
             _at_least("block_size", self.block_size, 1, 4096)
         _positive("priority_ageing", self.priority_ageing)
         _at_least("max_steps_in_flight", self.max_steps_in_flight, 1, 8)
+        _at_least("swap_space", self.swap_space, 0)
+        _at_least("swap_min_tokens", self.swap_min_tokens, 1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "

@@ -86,6 +86,11 @@ class BlockPool:
         return self.num_blocks - len(self._free) - self._num_cached - self._num_leased
 
     @property
+    def next_step(self) -> int:
+        """The id of the next step (or copy) that is launched."""
+        return self._last_launched + 1
+
+    @property
     def settled(self) -> int:
         """Every step up to this id has completed."""
         return next(iter(self._in_flight), self._last_launched + 1) - 1

@@ -75,6 +75,8 @@ class Draft:
     inserted: dict[int, Node] = field(default_factory=dict)
     """Chunk index -> the first cache node whose block this step writes."""
     logprob_positions: int = 0
+    returning: list[Sequence] = field(default_factory=list)
+    """Took a slot, and wait for what they have computed to be copied back."""
 
     def room(self, sequence: Sequence, budget: int) -> int:
         """How many tokens of a prefill the step can take, of the `budget` that is left."""

@@ -12,7 +12,6 @@ urgent (see `memory_pressure`), so the whole always makes progress.
 
 from __future__ import annotations
 
-from bisect import insort
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,18 +22,19 @@ from aengine.policy.block_pool import NEVER
 from aengine.policy.committing import forget_unwritten, keep_computed
 from aengine.policy.deadlines import Deadlines
 from aengine.policy.kv_memory import KVMemory
-from aengine.policy.memory_pressure import MemoryPressure
 from aengine.policy.planning import Chunk, Draft, LaunchedStep, Work, launch
+from aengine.policy.residents import Residents
 from aengine.policy.row_table import RowTable
 from aengine.policy.sequence import RowUpdate, Sequence
 from aengine.policy.settling import settle
 from aengine.policy.stats import SchedulerStats, WorkAhead, snapshot, work_ahead
+from aengine.policy.swap_space import SwapSpace
 from aengine.request import FinishReason, RequestState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from aengine.batch import StepPlan, StepResult
+    from aengine.batch import BlockCopy, StepPlan, StepResult
     from aengine.config import SchedulerConfig
     from aengine.request import Request
 
@@ -48,9 +48,17 @@ class Scheduler:
         config: bounds, block size, budget.
         num_blocks: usable KV blocks, ids 1 .. num_blocks; block 0 is the padding block.
         max_model_len: longest prompt plus output, tokens.
+        num_host_blocks: KV blocks of host memory for sequences that give way.
     """
 
-    def __init__(self, config: SchedulerConfig, *, num_blocks: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        num_host_blocks: int = 0,
+    ) -> None:
         self._config = config
         block_size = config.tokens_per_block
         self._memory = KVMemory(
@@ -61,16 +69,20 @@ class Scheduler:
         self._queue = WaitingQueue(config, num_blocks=num_blocks, max_model_len=max_model_len)
         widest = min(num_blocks, -(-max_model_len // block_size))
         self._rows = RowTable(config.max_num_seqs, block_size=block_size, widest=widest)
-        self._pressure = MemoryPressure(self._memory, self._rows, self._preempt)
+        self._swap = SwapSpace(
+            self._memory,
+            self._rows,
+            num_blocks=num_host_blocks,
+            block_size=block_size,
+            min_tokens=config.swap_min_tokens,
+        )
+        self._residents = Residents(self._memory, self._rows, self._queue, self._swap)
         self._live: dict[int, Sequence] = {}
-        self._prefilling: list[Sequence] = []
         self._in_flight: dict[int, LaunchedStep] = {}
         self._deadlines = Deadlines(self._live)
         self.chunk_beside_decode = config.max_num_batched_tokens
         """Most tokens of prompts in a step that decodes too."""
-        self._next_step = 1
         self._epoch = 0
-        self._preemptions = 0
         self._blocked: tuple[int, int] | None = None
 
     # -- requests ------------------------------------------------------------------------------
@@ -101,9 +113,10 @@ class Scheduler:
         if sequence is None:
             return False
         if sequence.state is RequestState.RUNNING:
-            self._vacate(sequence)
+            self._residents.leave(sequence)
         else:
             self._queue.discard(sequence)
+        self._swap.drop(sequence)
         sequence.state = RequestState.FINISHED
         sequence.finish_reason = reason
         return True
@@ -135,7 +148,7 @@ class Scheduler:
         sequence.held = False
         if sequence.state is not RequestState.RUNNING:
             self._queue.unhold(sequence)
-        elif not sequence.parked and sequence not in self._prefilling:
+        elif not (sequence.parked or sequence.copying or sequence in self._residents.prefilling):
             self._rows.decoding[sequence.slot] = True
 
     def append_forced(self, seq_id: int, token_ids: Seq[int]) -> bool:
@@ -149,7 +162,7 @@ class Scheduler:
         if sequence is None or sequence.parked or not (token_ids and sequence.output):
             return False
         slot = sequence.slot
-        settled = not self._rows.pending[slot] and sequence not in self._prefilling
+        settled = not self._rows.pending[slot] and sequence not in self._residents.prefilling
         if not settled or sequence.num_known + len(token_ids) >= sequence.limit:
             return False
         sequence.output += token_ids
@@ -159,7 +172,7 @@ class Scheduler:
         sequence.forced += token_ids
         self._rows.known[slot] = sequence.num_known
         self._rows.decoding[slot] = False
-        self._add_prefilling(sequence)
+        self._residents.add_prefilling(sequence)
         return True
 
     # -- steps ---------------------------------------------------------------------------------
@@ -177,9 +190,9 @@ class Scheduler:
         if in_lane >= self._config.max_steps_in_flight:
             return None
         elsewhere = in_lane < len(self._in_flight)
-        all_served = self._pressure.reserve(self._prefilling)
+        all_served = self._residents.pressure.reserve(self._residents.prefilling)
         rows = self._rows
-        draft = Draft(self._next_step, work, np.zeros(0, dtype=np.int32))
+        draft = Draft(self._memory.pool.next_step, work, np.zeros(0, dtype=np.int32))
         if work is not Work.PREFILL:
             going = rows.decoding & (rows.known < rows.limit) & (rows.computed < rows.capacity)
             if elsewhere:
@@ -192,14 +205,14 @@ class Scheduler:
             budget = self._continue_prefills(draft, budget)
             if all_served:
                 self._admit(draft, budget, now)
-        if not len(draft.decode_slots) and not draft.chunks:
-            return None
-        return self._launch(draft)
+        plan = self._launch(draft) if len(draft.decode_slots) or draft.chunks else None
+        self._swap.bring_back(draft.returning)
+        return plan
 
     def _continue_prefills(self, draft: Draft, budget: int) -> int:
         """Chunks of the sequences that have begun, most urgent first; the budget that is left."""
         rows = self._rows
-        for sequence in tuple(self._prefilling):
+        for sequence in tuple(self._residents.prefilling):
             if budget <= 0:
                 break
             slot = sequence.slot
@@ -219,7 +232,7 @@ class Scheduler:
         others = {step_id for step_id, step in steps if step.work is not draft.work}
         while budget > 0 and rows.num_free:
             sequence = self._queue.peek()
-            if sequence is None or draft.room(sequence, budget) <= 0:
+            if sequence is None or sequence.copying or draft.room(sequence, budget) <= 0:
                 return
             attempt = (sequence.seq_id, memory.pool.returns)
             if attempt == self._blocked:
@@ -232,24 +245,18 @@ class Scheduler:
                 memory.release(sequence, NEVER)
                 return
             self._queue.admit(sequence, now)
-            sequence.state = RequestState.RUNNING
-            sequence.since = draft.step_id
-            cached = memory.count_match(sequence)
-            if not sequence.preemptions:
-                sequence.cached_tokens = cached
-            rows.take(sequence)
-            rows.write_blocks(sequence, 0)
-            rows.computed[sequence.slot] = cached
-            output = tuple(sequence.output)
-            draft.slot_inits.append(
-                SlotInit(slot=sequence.slot, request=sequence.request, output_token_ids=output)
-            )
-            self._add_prefilling(sequence)
-            budget -= self._add_chunk(draft, sequence, budget)
+            if self._residents.enter(sequence, draft):
+                budget -= self._add_chunk(draft, sequence, budget)
 
     def _add_chunk(self, draft: Draft, sequence: Sequence, budget: int) -> int:
         """Put the next tokens of a prefill into the step; how many."""
         rows, slot = self._rows, sequence.slot
+        if sequence.unannounced:
+            sequence.unannounced = False
+            output = tuple(sequence.output)
+            draft.slot_inits.append(
+                SlotInit(slot=slot, request=sequence.request, output_token_ids=output)
+            )
         start = int(rows.computed[slot])
         length = min(draft.room(sequence, budget), int(rows.known[slot]) - start)
         chunk = Chunk(sequence, start, length)
@@ -258,14 +265,13 @@ class Scheduler:
             draft.inserted[len(draft.chunks)] = node
         draft.take(chunk)
         if chunk.samples:
-            self._prefilling.remove(sequence)
+            self._residents.prefilling.remove(sequence)
             rows.decoding[slot] = True
         return chunk.length
 
     def _launch(self, draft: Draft) -> StepPlan:
         size, track = self._config.tokens_per_block, self._memory.cache.enabled
         launched = launch(draft, self._rows, block_size=size, track_filled=track)
-        self._next_step += 1
         self._memory.pool.launch(draft.step_id)
         self._in_flight[draft.step_id] = launched
         return launched.plan
@@ -290,58 +296,26 @@ class Scheduler:
         if result.errors and forget_unwritten(
             launched, self._in_flight.values(), result, self._memory.cache
         ):
-            self._restart_sharers(launched, result)
+            self._residents.restart_sharers(launched, result, self._live.values())
         keep_computed(launched, result, self._memory, self._rows)
         settled = settle(launched, result)
         for row in result.unsampled:
             if not launched.is_stale(launched.sequences[row]):
-                self._rewind(launched.sequences[row])
+                self._residents.rewind(launched.sequences[row])
         for sequence, reason in settled.ended:
             self.finish(sequence.seq_id, reason)
-        self._pressure.preempt_settled()
+        self._residents.pressure.preempt_settled()
         return settled.updates
-
-    def _rewind(self, sequence: Sequence) -> None:
-        """It sampled nothing in this step: its last known token is to be computed once more.
-
-        Its rows in later steps read a token that was never there: they are stale.
-        """
-        rows, slot = self._rows, sequence.slot
-        sequence.since = self._next_step
-        rows.known[slot] = sequence.num_known
-        rows.computed[slot] = sequence.num_known - 1
-        rows.decoding[slot] = False
-        if sequence not in self._prefilling:
-            self._add_prefilling(sequence)
-
-    def _restart_sharers(self, launched: LaunchedStep, result: StepResult) -> None:
-        """Who found a block in the cache that was never written begins again."""
-        hurt = {launched.sequences[row].seq_id for row in result.errors}
-        for sequence in tuple(self._live.values()):
-            lost = sequence.node is not None and sequence.node.failed
-            if lost and (sequence.seq_id not in hurt or sequence.since > result.step_id):
-                self._preempt(sequence)
 
     # -- memory --------------------------------------------------------------------------------
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's slot and blocks; it waits in its old place to be recomputed."""
-        self._vacate(sequence)
-        sequence.state = RequestState.PREEMPTED
-        sequence.preemptions += 1
-        sequence.forced.clear()  # the slot's next SlotInit has them
-        self._preemptions += 1
-        self._queue.push(sequence)
+    def take_copies(self) -> list[BlockCopy]:
+        """Copies of blocks to and from the host: to be launched before anything else is decided."""
+        return self._swap.take()
 
-    def _vacate(self, sequence: Sequence) -> None:
-        self._memory.release(sequence, int(self._rows.last_step[sequence.slot]))
-        self._rows.leave(sequence)
-        self._pressure.forget(sequence)
-        if sequence in self._prefilling:
-            self._prefilling.remove(sequence)
-
-    def _add_prefilling(self, sequence: Sequence) -> None:
-        insort(self._prefilling, sequence, key=lambda each: each.order)
+    def copied(self, copy_id: int, *, ok: bool) -> None:
+        """A copy has ended. If it did not go `ok`, its sequence is computed anew."""
+        self._residents.copied(copy_id, ok=ok)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Running sequences go on, and cache nothing more."""
@@ -357,8 +331,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence lives or a step is in flight."""
-        return bool(self._live) or bool(self._in_flight)
+        """Whether a sequence lives or a step or a copy is in flight."""
+        return bool(self._live) or bool(self._in_flight) or bool(self._swap.in_flight)
 
     @property
     def num_running(self) -> int:
@@ -374,12 +348,13 @@ class Scheduler:
         """A snapshot of counts."""
         return snapshot(
             self._memory,
+            self._swap,
             running=self.num_running,
             waiting=self.num_waiting,
             steps_in_flight=len(self._in_flight),
-            preemptions=self._preemptions,
+            preemptions=self._residents.preemptions,
         )
 
     def ahead(self, now: float) -> WorkAhead:
         """What there is to do for each lane."""
-        return work_ahead(self._rows, self._prefilling, self._queue, Work.DECODE, now)
+        return work_ahead(self._rows, self._residents.prefilling, self._queue, Work.DECODE, now)

@@ -78,6 +78,14 @@ class Sequence:
     preemptions: int = 0
     forced: list[int] = field(default_factory=list)
     """Appended tokens that no launched step has computed yet."""
+    unannounced: bool = False
+    """It has a slot that no plan has named as its own yet."""
+    host: BlockTable = field(default_factory=BlockTable)
+    """Its blocks in host memory."""
+    swapped: int = 0
+    """Tokens whose keys and values are there, or will be when `copying` has ended."""
+    copying: int = 0
+    """The copy to or from the host that has not ended (`block_pool.NEVER`: none)."""
 
     @property
     def seq_id(self) -> int:

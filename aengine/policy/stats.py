@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from aengine.policy.kv_memory import KVMemory
     from aengine.policy.row_table import RowTable
     from aengine.policy.sequence import Sequence
+    from aengine.policy.swap_space import SwapSpace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """A snapshot. `free + cached + leased + used == total` blocks, always."""
+    """A snapshot. `free + cached + leased + used == total` blocks, always, and on the host
+    `host_free + host_leased + swapped == host_total`."""
 
     running: int
     waiting: int
@@ -30,13 +32,27 @@ class SchedulerStats:
     cache_nodes: int
     cache_queried_tokens: int
     cache_hit_tokens: int
+    host_total_blocks: int = 0
+    host_free_blocks: int = 0
+    host_leased_blocks: int = 0
+    swapped_blocks: int = 0
+    copies_in_flight: int = 0
+    swapped_out: int = 0
+    """Sequences whose blocks were copied to the host when they gave way."""
+    swapped_in: int = 0
 
 
 def snapshot(
-    memory: KVMemory, *, running: int, waiting: int, steps_in_flight: int, preemptions: int
+    memory: KVMemory,
+    swap: SwapSpace,
+    *,
+    running: int,
+    waiting: int,
+    steps_in_flight: int,
+    preemptions: int,
 ) -> SchedulerStats:
     """The counts of a scheduler and its memory."""
-    pool, cache = memory.pool, memory.cache
+    pool, cache, host = memory.pool, memory.cache, swap.pool
     return SchedulerStats(
         running=running,
         waiting=waiting,
@@ -50,6 +66,13 @@ def snapshot(
         cache_nodes=cache.num_nodes,
         cache_queried_tokens=cache.queried_tokens,
         cache_hit_tokens=cache.hit_tokens,
+        host_total_blocks=host.num_blocks,
+        host_free_blocks=host.num_free,
+        host_leased_blocks=host.num_leased,
+        swapped_blocks=host.num_used,
+        copies_in_flight=swap.in_flight,
+        swapped_out=swap.outs,
+        swapped_in=swap.ins,
     )
 
 

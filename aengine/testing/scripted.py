@@ -22,7 +22,7 @@ from aengine.testing.replies import Replies
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from aengine.batch import StepPlan
+    from aengine.batch import BlockCopy, StepPlan
 
 Script = Callable[[Sequence[int]], int]
 """`script(tokens of the sequence so far) -> next token`."""
@@ -112,6 +112,7 @@ class ScriptedLauncher:
         block_size: tokens per block.
         max_num_seqs: slots.
         faults: what goes wrong.
+        num_host_blocks: blocks of host memory for sequences that give way.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class ScriptedLauncher:
         block_size: int,
         max_num_seqs: int,
         faults: Faults | None = None,
+        num_host_blocks: int = 0,
     ) -> None:
         self.vocab_size = vocab_size
         self.faults = faults or Faults()
@@ -131,6 +133,7 @@ class ScriptedLauncher:
         self._script = script
         self._block_size = block_size
         self._kv = np.full((num_blocks + 1, block_size), FREE, dtype=np.int64)
+        self._host_kv = np.full((num_host_blocks + 1, block_size), FREE, dtype=np.int64)
         self._future_map = np.zeros(max_num_seqs + 1, dtype=np.int64)
 
     def replay(self, plan: StepPlan) -> None:
@@ -144,6 +147,14 @@ class ScriptedLauncher:
 
     def chore(self) -> None:
         """Nor anything to prepare."""
+
+    def copy_blocks(self, copy: BlockCopy) -> None:
+        """Copy KV blocks to or from host memory."""
+        device, host = list(copy.device_blocks), list(copy.host_blocks)
+        if copy.to_host:
+            self._host_kv[host] = self._kv[device]
+        else:
+            self._kv[device] = self._host_kv[host]
 
     def run(self, plan: StepPlan) -> ScriptedOutput:
         """Forward and sample everything."""

@@ -21,7 +21,7 @@ from aengine.testing.scripted import Faults, ScriptedLauncher, arithmetic_script
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aengine.batch import StepPlan, StepResult
+    from aengine.batch import BlockCopy, StepPlan, StepResult
 
 VOCAB = 50
 SCRIPT = arithmetic_script(VOCAB)
@@ -68,6 +68,14 @@ class Launched:
     blocks: set[int] = field(default_factory=set)
 
 
+@dataclass
+class Copying:
+    """A copy of blocks on the scripted device; `ran`: it has moved its bytes already."""
+
+    copy: BlockCopy
+    ran: bool
+
+
 class Bench:
     """A scheduler and a scripted device under it."""
 
@@ -77,6 +85,7 @@ class Bench:
         num_blocks: int = 64,
         max_model_len: int = 256,
         faults: Faults | None = None,
+        num_host_blocks: int = 0,
         **config: object,
     ) -> None:
         settings = {
@@ -84,9 +93,15 @@ class Bench:
             "max_num_seqs": 4,
             "max_num_batched_tokens": 16,
             "max_steps_in_flight": 2,
+            "swap_min_tokens": 1,
         }
         self.config = SchedulerConfig(**{**settings, **config})
-        self.scheduler = Scheduler(self.config, num_blocks=num_blocks, max_model_len=max_model_len)
+        self.scheduler = Scheduler(
+            self.config,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            num_host_blocks=num_host_blocks,
+        )
         self.launcher = ScriptedLauncher(
             SCRIPT,
             vocab_size=VOCAB,
@@ -94,8 +109,13 @@ class Bench:
             block_size=self.config.block_size,
             max_num_seqs=self.config.max_num_seqs,
             faults=faults,
+            num_host_blocks=num_host_blocks,
         )
         self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
+        self.copies: list[Copying] = []
+        self.num_copied = 0
+        self.copy_is_early: Callable[[], bool] = lambda: False
         self.held: set[int] = set()
         self.lanes: list[Work] = [Work.ALL]
         self.late: Callable[[int], bool] = lambda seq_id: False
@@ -120,9 +140,11 @@ class Bench:
         """
         plan = self.scheduler.schedule(self.now, work)
         self.check_books()
+        if plan is not None:
+            self.check_plan(plan)
+        self.launch_copies(plan)
         if plan is None:
             return None
-        self.check_plan(plan)
         self.check_lanes(plan, work)
         result = self._sample(plan)
         if fails:
@@ -152,6 +174,29 @@ class Bench:
         for seq_id in sorted(self.held):
             self.scheduler.unhold(seq_id)
         self.held.clear()
+
+    def launch_copies(self, beside: StepPlan | None = None) -> None:
+        """Take the copies that were decided; each runs at once or when it is settled."""
+        for copy in self.scheduler.take_copies():
+            self.check_copy(copy, beside)
+            launched = Copying(copy, ran=self.copy_is_early())
+            if launched.ran:
+                self.launcher.copy_blocks(copy)
+            self.copies.append(launched)
+
+    def settle_copy(self, index: int = 0, *, ok: bool = True) -> None:
+        """A copy ends. One that fails leaves rubbish where it should have written."""
+        launched = self.copies.pop(index)
+        self.num_copied += 1
+        copy = launched.copy
+        if not ok:
+            kv = self.launcher._host_kv if copy.to_host else self.launcher._kv
+            kv[list(copy.host_blocks if copy.to_host else copy.device_blocks)] = VOCAB + 1
+        elif not launched.ran:
+            self.launcher.copy_blocks(copy)
+        self.scheduler.copied(copy.copy_id, ok=ok)
+        self.check_books()
+        self.launch_copies()
 
     def _spoil(self, plan: StepPlan) -> None:
         for row in range(plan.num_rows):
@@ -191,6 +236,7 @@ class Bench:
             if update.finish_reason is not None:
                 self.ended[update.seq_id] = update.finish_reason
         self.updates += updates
+        self.launch_copies()
         return updates
 
     def finish(self, seq_id: int, reason: FinishReason = FinishReason.ABORT) -> bool:
@@ -205,6 +251,8 @@ class Bench:
         """Launch what can be launched in every lane, settle down to one step in flight."""
         plans = [self.launch(work) for work in self.lanes]
         plan = next((plan for plan in plans if plan is not None), None)
+        if plan is None and not self.in_flight and self.copies:
+            self.settle_copy()
         while len(self.in_flight) >= self.config.max_steps_in_flight or (
             plan is None and self.in_flight
         ):
@@ -214,9 +262,9 @@ class Bench:
     def run(self, most_steps: int = 2_000) -> None:
         """Go on until nothing is left to do."""
         for _ in range(most_steps):
-            idle = not self.in_flight
+            idle, ended = not self.in_flight and not self.copies, self.num_copied
             plan = self.step()
-            if plan is None and idle:
+            if plan is None and idle and ended == self.num_copied:
                 stats = self.scheduler.stats()
                 assert not self.scheduler.has_work, f"nothing goes on, nothing comes: {stats}"
                 return
@@ -231,6 +279,27 @@ class Bench:
         parts = (stats.free_blocks, stats.cached_blocks, stats.leased_blocks, stats.used_blocks)
         assert min(parts) >= 0
         assert sum(parts) == stats.total_blocks == self.num_blocks
+        host = (stats.host_free_blocks, stats.host_leased_blocks, stats.swapped_blocks)
+        assert min(host) >= 0
+        assert sum(host) == stats.host_total_blocks == self.num_host_blocks
+
+    def check_copy(self, copy: BlockCopy, beside: StepPlan | None) -> None:
+        """What a copy reads nobody writes, and what it writes nobody touches, until it has ended.
+
+        `beside`: the plan that was decided with it, which is not in flight yet.
+        """
+        device, host = set(copy.device_blocks), set(copy.host_blocks)
+        assert len(device) == len(host) == len(copy.device_blocks) == len(copy.host_blocks) > 0
+        assert device <= set(range(1, self.num_blocks + 1))
+        assert host <= set(range(1, self.num_host_blocks + 1))
+        plans = [step.plan for step in self.in_flight] + ([beside] if beside else [])
+        for plan in plans:
+            assert not self._written(plan) & device
+            assert copy.to_host or not self._touched(plan) & device
+        for other in self.copies:
+            both = set(other.copy.device_blocks) & device
+            assert not both or (copy.to_host and other.copy.to_host)
+            assert not set(other.copy.host_blocks) & host
 
     def check_plan(self, plan: StepPlan) -> None:
         """What every plan promises, and that no block is written that a launched step may touch."""
@@ -246,6 +315,10 @@ class Bench:
             for slot, seq_id in zip(plan.slots.tolist(), plan.seq_ids, strict=True):
                 assert owners_then.get(slot, seq_id) == seq_id, "a slot changed hands too early"
         size = self.config.block_size
+        for launched in self.copies:
+            device = set(launched.copy.device_blocks)
+            assert not self._written(plan) & device, "writes what a copy touches"
+            assert launched.copy.to_host or not self._touched(plan) & device, "not there yet"
         written: set[int] = set()
         for row in range(plan.num_rows):
             start, stop = int(plan.starts[row]), int(plan.starts[row] + plan.lengths[row])
@@ -326,4 +399,5 @@ class Bench:
         stats = self.scheduler.stats()
         assert stats.used_blocks == stats.leased_blocks == 0
         assert stats.running == stats.waiting == stats.steps_in_flight == 0
+        assert stats.copies_in_flight == stats.swapped_blocks == stats.host_leased_blocks == 0
         assert stats.free_blocks + stats.cached_blocks == self.num_blocks

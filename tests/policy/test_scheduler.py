@@ -451,7 +451,7 @@ def test_who_shared_a_failed_beginning_computes_it_again() -> None:
 def test_preemption_waits_for_results_and_goes_on_exactly() -> None:
     bench = Bench(num_blocks=8, max_num_seqs=2, max_steps_in_flight=3)
     preempted = []
-    original = bench.scheduler._pressure._preempt
+    original = bench.scheduler._residents.pressure._preempt
 
     def watch(sequence: object) -> None:
         in_flight = [seq_id for step in bench.in_flight for seq_id in step.plan.seq_ids]
@@ -459,7 +459,7 @@ def test_preemption_waits_for_results_and_goes_on_exactly() -> None:
         preempted.append(sequence.seq_id)
         original(sequence)
 
-    bench.scheduler._pressure._preempt = watch
+    bench.scheduler._residents.pressure._preempt = watch
     bench.add(request(1, [1, 2, 3], 24))
     bench.add(request(2, [4, 5, 6], 24))
     bench.run()

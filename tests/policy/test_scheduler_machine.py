@@ -33,6 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.sampled_from([5, 8, 24]),
         depth=st.integers(1, 3),
         cache=st.booleans(),
+        host=st.sampled_from([0, 0, 3, 40]),
     )
     def start(
         self,
@@ -42,6 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget: int,
         depth: int,
         cache: bool,
+        host: int,
     ) -> None:
         self.room = num_blocks * block_size
         self.bench = Bench(
@@ -52,6 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             max_steps_in_flight=depth,
             enable_prefix_cache=cache,
+            num_host_blocks=host,
         )
 
     @rule(
@@ -100,6 +103,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def settle(self) -> None:
         self.bench.settle()
+
+    @precondition(lambda self: self.bench.copies)
+    @rule(data=st.data(), ok=st.booleans())
+    def a_copy_ends(self, data: st.DataObject, ok: bool) -> None:
+        self.bench.settle_copy(data.draw(st.integers(0, len(self.bench.copies) - 1)), ok=ok)
 
     @rule(count=st.integers(1, 8))
     def steps(self, count: int) -> None:

@@ -13,7 +13,7 @@ from aengine.request import FinishReason, StructuredOutput
 from tests.policy.harness import VOCAB, Bench, request
 
 
-def storm(seed: int) -> Bench:
+def storm(seed: int, *, swap: bool = False) -> Bench:
     """One storm to its end, all oracles on."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 16])
@@ -27,7 +27,10 @@ def storm(seed: int) -> Bench:
         max_num_batched_tokens=rng.randint(max_num_seqs, 40),
         max_steps_in_flight=rng.randint(1, 4),
         enable_prefix_cache=rng.random() < 0.8,
+        num_host_blocks=swap and rng.choice([2, num_blocks // 2, 4 * num_blocks]),
+        swap_min_tokens=rng.choice([1, 1, 9]),
     )
+    bench.copy_is_early = lambda: rng.random() < 0.5
     capacity = min(num_blocks * block_size, 127)
     stems = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(2)]
     # One lane for everything, two lanes side by side, or all of them in turn.
@@ -67,6 +70,8 @@ def _weather(bench: Bench, rng: random.Random) -> None:
     bench.now += 0.02
     for seq_id in bench.scheduler.expire(bench.now):
         bench.ended[seq_id] = FinishReason.DEADLINE
+    if bench.copies and rng.random() < 0.4:
+        bench.settle_copy(rng.randrange(len(bench.copies)), ok=rng.random() < 0.9)
     roll = rng.random()
     if roll < 0.45:
         bench.launch(rng.choice(bench.lanes), fails=rng.random() < 0.02)
@@ -95,11 +100,21 @@ def test_storm(first: int) -> None:
     assert preemptions, "these storms put no pressure on memory"
 
 
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_storm_with_blocks_swapped_to_the_host(first: int) -> None:
+    stats = [
+        storm(seed, swap=True).scheduler.stats() for seed in range(10_000 + first, 10_020 + first)
+    ]
+    assert sum(each.swapped_out for each in stats) > 5
+    assert sum(each.swapped_in for each in stats) > 5
+    assert sum(each.preemptions - each.swapped_out for each in stats) > 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_storm_for_five_minutes() -> None:
     until = time.monotonic() + 300
     for seed in itertools.count(1000):
-        storm(seed)
+        storm(seed, swap=seed % 2 == 0)
         if time.monotonic() > until:
             break

@@ -122,6 +122,14 @@ class EngineStats:
     kv_blocks_in_use: int = 0
     kv_blocks_leased: int = 0
     """Freed, but a launched step may still touch them: reusable when it is done."""
+    swap_blocks_total: int = 0
+    """KV blocks of host memory (`swap_space`)."""
+    swap_blocks_in_use: int = 0
+    """Those that preempted sequences hold."""
+    swapped_out: int = 0
+    """How often a preempted sequence's blocks were copied to the host, `swapped_in`: back."""
+    swapped_in: int = 0
+    copies_in_flight: int = 0
     mux: Mapping[str, Any] = field(default_factory=dict)
     """With `mux`: switches, faults of the policy, and by partition the share of time and the mean
     decode step (seconds)."""

@@ -383,5 +383,10 @@ class EngineCore:
             kv_blocks_cached=blocks.cached_blocks,
             kv_blocks_in_use=blocks.used_blocks,
             kv_blocks_leased=blocks.leased_blocks,
+            swap_blocks_total=blocks.host_total_blocks,
+            swap_blocks_in_use=blocks.swapped_blocks,
+            swapped_out=blocks.swapped_out,
+            swapped_in=blocks.swapped_in,
+            copies_in_flight=blocks.copies_in_flight,
             device=self._parts.device.statistics(),
         )

@@ -108,9 +108,13 @@ async def load_parts(
     return EngineParts(
         model_name=config.model,
         scheduler=Scheduler(
-            config.scheduler, num_blocks=model.num_blocks, max_model_len=model.max_model_len
+            config.scheduler,
+            num_blocks=model.num_blocks,
+            max_model_len=model.max_model_len,
+            num_host_blocks=model.host_blocks.num_blocks if model.host_blocks else 0,
         ),
         launcher=model.runner,
+        host_blocks=model.host_blocks,
         memory=_memory(config, files, model, index),
         set_threads=use_threads if index is None else None,
         device=device,

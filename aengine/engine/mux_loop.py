@@ -144,7 +144,7 @@ class MuxLoop(StepLoop):
                     if lane.done():
                         lane.result()  # a lane ends only by an error
                 self._take_messages()
-                self._gate.look(self.in_flight)
+                self._gate.look(self.in_flight + self._swapping.in_flight)
                 self._stir()
         finally:
             for lane in lanes:
@@ -179,7 +179,7 @@ class MuxLoop(StepLoop):
             # Not beside a running prefill: its SMs would be given to decode as well.
             self._meter.use(self._partition, now)
             self._partition = chosen
-        plan = None if self._gate.shut else self._scheduler.schedule(now, lane.work)
+        plan = None if self._gate.shut else self._schedule(lane.work)
         if plan is not None:
             plan.partition = self._partition
         return plan

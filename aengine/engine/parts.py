@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from aengine.batch import BlockCopy
     from aengine.config import EngineConfig
     from aengine.device.lanes import Lanes
     from aengine.device.protocols import Device, Stream
@@ -36,6 +37,8 @@ class EngineParts:
     max_model_len: int
     text_thread: TextThread
     grammars: Grammars
+    host_blocks: HostBlocks | None = None
+    """Where blocks of sequences that give way are copied; None: they are computed anew."""
     memory: ModelMemory | None = None
     """What `sleep` and `update_weights` work on; a scripted model has none."""
     set_threads: Callable[[int], object] | None = None
@@ -66,6 +69,14 @@ class EngineParts:
         self.device.close()
         if self.lanes is not None:
             self.lanes.close()
+
+
+class HostBlocks(Protocol):
+    """Host memory for KV blocks."""
+
+    def copy_blocks(self, copy: BlockCopy, /) -> None:
+        """Copy blocks to the host or back. Launched on the copy stream; waits for nothing."""
+        ...
 
 
 class ModelMemory(Protocol):

@@ -32,6 +32,7 @@ from aengine.engine.metrics import Metrics
 from aengine.engine.mux_loop import MuxLoop, make_lanes
 from aengine.engine.reporting import Reporter
 from aengine.engine.steps import StepLoop
+from aengine.engine.swapping import Swapping
 from aengine.errors import EngineClosedError, EngineDeadError
 from aengine.policy.mux import ChunkedOnly, takes_turns
 
@@ -95,6 +96,7 @@ class EngineService:
         self._steps: StepLoop | None = None
         self._delayed: DelayedSampling | None = None
         self._chores: Chores | None = None
+        self._swapping: Swapping | None = None
         self._core: EngineCore | None = None
         self._gate: Gate | None = None
         self._lifecycle: Lifecycle | None = None
@@ -156,9 +158,9 @@ class EngineService:
     async def _give_back(self, parts: EngineParts | None) -> None:
         """End what runs beside the steps, then the parts, each in bounded time."""
         steps, close = self._steps, self._close
-        beside = [self._lifecycle, self._delayed, self._chores]
+        beside = [self._lifecycle, self._delayed, self._chores, self._swapping]
         self._core = self._steps = self._gate = self.parts = None
-        self._lifecycle = self._delayed = self._chores = None
+        self._lifecycle = self._delayed = self._chores = self._swapping = None
         hangs = steps is not None and steps.hangs
         seconds = CLOSING if close is None or close.drain else close.grace
         if hangs:
@@ -196,9 +198,10 @@ class EngineService:
         )
         chores = self._chores = Chores(parts.launcher, parts.device)
         gate = self._gate = Gate(self._core, parts.scheduler)
+        swapping = self._swapping = Swapping(parts, lambda: _wake(inbox))
         self._lifecycle = Lifecycle(parts, self._core, gate, lambda: _wake(inbox))
         depth = self.config.scheduler.max_steps_in_flight
-        pieces = (parts, self._core, inbox, delayed, chores, gate, self.clock)
+        pieces = (parts, self._core, inbox, delayed, chores, gate, swapping, self.clock)
         if takes_turns(self.config.mux):
             if isinstance(self.config.mux, ChunkedOnly):
                 parts.scheduler.chunk_beside_decode = self.config.mux.chunk

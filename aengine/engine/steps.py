@@ -16,6 +16,7 @@ from aengine.batch import StepResult
 from aengine.engine.lateness import Lateness
 from aengine.engine.messages import Abort, AbortById, Call, Close, Prepared, Submit
 from aengine.errors import DeviceLostError, RequestAbortedError
+from aengine.policy.planning import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from aengine.engine.inbox import Inbox
     from aengine.engine.messages import Message
     from aengine.engine.parts import EngineParts
+    from aengine.engine.swapping import Swapping
     from aengine.execute.launcher import StepOutput
 
 
@@ -56,6 +58,7 @@ class StepLoop:
         delayed: samples the rows that wait for a grammar mask.
         chores: what the launch side wants done beside the steps.
         gate: whether steps may be launched.
+        swapping: copies blocks to and from the host.
         clock: monotonic seconds.
         max_steps_in_flight: steps launched before the oldest must have settled.
     """
@@ -68,6 +71,7 @@ class StepLoop:
         delayed: DelayedSampling,
         chores: Chores,
         gate: Gate,
+        swapping: Swapping,
         clock: Callable[[], float],
         *,
         max_steps_in_flight: int,
@@ -79,6 +83,7 @@ class StepLoop:
         self._delayed = delayed
         self._chores = chores
         self._gate = gate
+        self._swapping = swapping
         self._clock = clock
         self._depth = max_steps_in_flight
         self._steps: deque[LaunchedStep] = deque()
@@ -130,13 +135,13 @@ class StepLoop:
         while True:
             self.heartbeat = self._clock()
             self._take_messages()
-            self._gate.look(len(self._steps))
+            self._gate.look(len(self._steps) + self._swapping.in_flight)
             if self._core.closing and self._core.idle and not self._steps:
                 return
             if (early := self._earliness()) > 0.0:
                 await self._inbox.wait(early)
                 continue
-            plan = None if self._gate.shut else self._scheduler.schedule(self._clock())
+            plan = None if self._gate.shut else self._schedule(Work.ALL)
             if plan is not None:
                 await self._step(plan)
             elif self._steps:
@@ -145,6 +150,12 @@ class StepLoop:
                 # Never for long, so that the heartbeat of an idle engine goes on.
                 patience = self._patience()
                 await self._inbox.wait(PULSE if patience is None else min(PULSE, patience))
+
+    def _schedule(self, work: Work) -> StepPlan | None:
+        """The next step of a lane; the copies decided with it are launched."""
+        plan = self._scheduler.schedule(self._clock(), work)
+        self._swapping.begin()
+        return plan
 
     def _hear(self) -> None:
         """Messages came, or it is time for something: whatever the loop waits for just now."""
@@ -221,6 +232,7 @@ class StepLoop:
 
     def _settle(self, result: StepResult) -> None:
         updates = self._scheduler.update(result, self._clock())
+        self._swapping.begin()
         self._core.settle(self._delayed.advance(updates, result.step_id))
 
     def _take_messages(self) -> None:

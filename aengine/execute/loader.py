@@ -16,6 +16,7 @@ import torch
 
 from aengine.errors import ConfigError, OutOfMemoryError
 from aengine.execute.forward import NativeForward, TorchForward
+from aengine.execute.host_blocks import HostBlocks, count_host_blocks
 from aengine.execute.inputs import InputBuilder
 from aengine.execute.kv_cache import KVCacheSpec, fit_context, size_cache
 from aengine.execute.memory import memory_of
@@ -61,6 +62,7 @@ class LoadedModel:
     weights: LoadedWeights
     kv_cache: list[KVLayer]
     profile: MemoryProfile
+    host_blocks: HostBlocks | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,6 +102,11 @@ def load_model(
     weights = _load_weights_or_say(config, files, device, memory)
     spec = weights.spec
 
+    kv_cache: list[KVLayer] = []
+    host_blocks = None
+    if num_host_blocks := count_host_blocks(spec, config.scheduler.swap_space):
+        host_blocks = HostBlocks(spec, kv_cache, num_blocks=num_host_blocks, device=device)
+
     def make_sampler(vocab_size: int) -> Sampler:
         return Sampler(
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -131,7 +138,7 @@ def load_model(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=max_model_len,
     )
-    kv_cache = spec.allocate(num_blocks, device)
+    kv_cache += spec.allocate(num_blocks, device)
     forward = weights.bind(kv_cache)
     logger.info(
         "%s: %s, %d KV blocks; weights %d MiB, activations %d MiB, graphs %d MiB, KV %d MiB",
@@ -162,6 +169,7 @@ def load_model(
         weights=weights,
         kv_cache=kv_cache,
         profile=profile,
+        host_blocks=host_blocks,
     )
 
 

@@ -12,7 +12,7 @@ from aengine.engine.grammars import Grammars
 from aengine.engine.parts import EngineParts
 from aengine.engine.text_thread import TextThread
 from aengine.policy.scheduler import Scheduler
-from aengine.testing.scripted import ScriptedLauncher, arithmetic_script
+from aengine.testing.scripted import TOKEN_BYTES, ScriptedLauncher, arithmetic_script
 from aengine.testing.tokens import ByteTokenizer
 
 if TYPE_CHECKING:
@@ -79,17 +79,26 @@ def scripted(
     async def load(config: EngineConfig, _: Callable[[str, int, int], None]) -> EngineParts:
         settings = config.scheduler
         made = device()
+        num_host_blocks = settings.swap_space // (TOKEN_BYTES * settings.tokens_per_block)
+        launcher = ScriptedLauncher(
+            script or arithmetic_script(256),
+            vocab_size=tokenizer.vocab_size,
+            num_blocks=num_blocks,
+            block_size=settings.tokens_per_block,
+            max_num_seqs=settings.max_num_seqs,
+            faults=faults,
+            num_host_blocks=num_host_blocks,
+        )
         return EngineParts(
             model_name="scripted",
-            scheduler=Scheduler(settings, num_blocks=num_blocks, max_model_len=max_model_len),
-            launcher=ScriptedLauncher(
-                script or arithmetic_script(256),
-                vocab_size=tokenizer.vocab_size,
+            scheduler=Scheduler(
+                settings,
                 num_blocks=num_blocks,
-                block_size=settings.tokens_per_block,
-                max_num_seqs=settings.max_num_seqs,
-                faults=faults,
+                max_model_len=max_model_len,
+                num_host_blocks=num_host_blocks,
             ),
+            launcher=launcher,
+            host_blocks=launcher if num_host_blocks else None,
             device=made,
             forward_stream=made.stream("forward"),
             codec=tokenizer,

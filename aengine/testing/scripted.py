@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Script = Callable[[Sequence[int]], int]
 """`script(tokens of the sequence so far) -> next token`."""
 
+TOKEN_BYTES = 8
+"""What a token takes in the scripted KV cache."""
 FREE = np.iinfo(np.int64).min
 
 

@@ -1,4 +1,4 @@
-"""Blocks of sequences that give way go to the host and come back: nothing waits, nothing is lost."""
+"""Blocks of sequences that give way go to the host and back: nothing waits, nothing is lost."""
 
 from __future__ import annotations
 
@@ -295,7 +295,12 @@ async def test_paused_means_that_no_copy_is_out() -> None:
 
 async def test_beside_lanes() -> None:
     """Prefill and decode on lanes of their own, blocks moving beside both."""
-    options = {"num_blocks": 9, "mux": PriorityStreams(), "cpu_threads": 2, "enable_prefix_cache": True}
+    options = {
+        "num_blocks": 9,
+        "mux": PriorityStreams(),
+        "cpu_threads": 2,
+        "enable_prefix_cache": True,
+    }
     async with engine_on(None, **options) as engine:
         prompts = [[7, i] * (2 + i % 4) for i in range(12)]
         results = await asyncio.gather(*[engine.generate(p, params(12)) for p in prompts])

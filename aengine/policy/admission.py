@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from aengine.request import Request
 
 _MAX_TOKEN = 2**31 - 1
+_PRIORITIES = range(-(2**31), 2**31)
 
 
 class WaitingQueue:
@@ -57,11 +58,13 @@ class WaitingQueue:
 
         Raises:
             ContextLengthError: the prompt leaves no room for output in the model's context.
-            InvalidRequestError: the prompt can never fit the KV pool, or is no prompt.
+            InvalidRequestError: the prompt can never fit the KV pool, or is no prompt; the priority
+                is none.
             EngineOverloadedError: the queue's bound is reached.
         """
         prompt = request.prompt_token_ids
         self._check_prompt(request)
+        self._check_priority(request)
         self._check_bounds(len(prompt), now)
         self._tickets += 1
         params = request.params
@@ -104,6 +107,17 @@ class WaitingQueue:
         if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) > _MAX_TOKEN:
             raise InvalidRequestError(
                 f"token ids must be from 0 to {_MAX_TOKEN}", param="prompt", request_id=label
+            )
+
+    def _check_priority(self, request: Request) -> None:
+        """One that has no place in the order (NaN) or no key (too large) would harm everybody."""
+        priority = request.priority
+        if not isinstance(priority, int) or priority not in _PRIORITIES:
+            raise InvalidRequestError(
+                f"priority must be an integer from {_PRIORITIES[0]} to {_PRIORITIES[-1]}",
+                param="priority",
+                value=priority,
+                request_id=request.request_id,
             )
 
     def _check_bounds(self, tokens: int, now: float) -> None:

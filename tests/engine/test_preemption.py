@@ -1,0 +1,205 @@
+"""A request that gives way in the middle goes on as if nothing had happened, whatever it asked for.
+
+On a small random model, with and without the prefix cache, computed again or copied back; beside
+short requests that come and go, and one more urgent that takes the blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aengine import Engine, FinishReason, SamplingParams, StructuredOutput
+from aengine.testing import Replies, scripted_engine
+from aengine.testing.scripted import TOKEN_BYTES
+from tests.model.test_files import write_gguf
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from aengine import RequestOutput
+
+BLOCK = 4
+NUM_BLOCKS = 18
+BYTES_PER_TOKEN = 2 * 2 * 16 * 4
+VICTIM, URGENT = list(range(40, 60)), list(range(100, 124))
+AT = 8
+"""Tokens of the victim after which the urgent request comes."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+WAYS = {"recompute, cached": (0, True), "recompute": (0, False), "swap, cached": (64, True)}
+
+
+@pytest.fixture(params=WAYS.values(), ids=WAYS)
+def way(request: pytest.FixtureRequest) -> tuple[int, bool]:
+    """Blocks on the host, and whether there is a prefix cache."""
+    swap, cache = request.param
+    return swap, cache
+
+
+def small(model: Path, swap: int, cache: bool) -> Engine:
+    """An engine with room for one long request and a bit."""
+    return Engine(
+        str(model),
+        device="cpu",
+        dtype="float32",
+        max_model_len=64,
+        block_size=BLOCK,
+        loop="caller",  # so that the urgent request comes when it should
+        kv_cache_memory=NUM_BLOCKS * BLOCK * BYTES_PER_TOKEN,
+        swap_space=swap * BLOCK * BYTES_PER_TOKEN,
+        swap_min_tokens=1,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        enable_prefix_cache=cache,
+    )
+
+
+def params(**options: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 36, "temperature": 0, "ignore_eos": True} | options)
+
+
+async def alone(model: Path, asked: SamplingParams) -> RequestOutput:
+    async with Engine(str(model), device="cpu", dtype="float32", max_model_len=64) as engine:
+        return await engine.generate(VICTIM, asked)
+
+
+async def disturbed(engine: Engine, asked: SamplingParams) -> tuple[Any, str]:
+    """The request's result and its streamed text, preempted in the middle; all blocks are back."""
+    urgent: list[Any] = []
+    text, count, stream = "", 0, engine.generate(VICTIM, asked)
+    async for chunk in stream:
+        text += chunk.text
+        count += len(chunk.token_ids)
+        if count >= AT and not urgent:
+            urgent.append(engine.generate(URGENT, params(max_tokens=24), priority=-100))
+            urgent += [
+                engine.generate([i, i], params(max_tokens=1 + i, seed=i, temperature=1.0))
+                for i in range(5)
+            ]
+    result = await stream
+    assert result.metrics.preemptions > 0, "it was not disturbed"
+    for other in urgent:
+        await other
+    stats = await engine.stats()
+    assert stats.kv_blocks_in_use == stats.swap_blocks_in_use == 0
+    return result, text
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "penalties": {
+        "presence_penalty": 0.6,
+        "frequency_penalty": 0.9,
+        "repetition_penalty": 1.3,
+        "temperature": 0.0,
+    },
+    "seeds": {"temperature": 1.2, "seed": 11, "top_p": 0.95},
+    "seeds and penalties": {"temperature": 1.0, "seed": 3, "frequency_penalty": 1.5, "min_p": 0.01},
+    "bad words and bias": {"bad_words": ("a", "bc"), "logit_bias": {7: 4.0}, "min_tokens": 30},
+    "stop tokens after min_tokens": {"stop_token_ids": tuple(range(128)), "min_tokens": 30},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampling_goes_on_exactly_through_preemption(
+    kind: str, model: Path, way: tuple[int, bool]
+) -> None:
+    """Penalties under churn and preemption, seeds, rules that count tokens: as alone."""
+    asked = params(**KINDS[kind])
+
+    async def both() -> None:
+        right = await alone(model, asked)
+        async with small(model, *way) as engine:
+            result, text = await disturbed(engine, asked)
+            stats = await engine.stats()
+        assert result.token_ids == right.token_ids
+        assert result.text == right.text == text
+        assert result.finish_reason is right.finish_reason
+        assert bool(stats.swapped_in) is bool(way[0])
+
+    asyncio.run(both())
+
+
+def test_logprobs_go_on_through_preemption(model: Path, way: tuple[int, bool]) -> None:
+    asked = params(logprobs=2, prompt_logprobs=1, presence_penalty=0.5)
+
+    async def both() -> None:
+        right = await alone(model, asked)
+        async with small(model, *way) as engine:
+            result, _ = await disturbed(engine, asked)
+        for mine, theirs in (
+            (result.logprobs, right.logprobs),
+            (result.prompt_logprobs[1:], right.prompt_logprobs[1:]),
+        ):
+            assert [each.token_id for each in mine] == [each.token_id for each in theirs]
+            assert [each.rank for each in mine] == [each.rank for each in theirs]
+            assert [each.logprob for each in mine] == pytest.approx(
+                [each.logprob for each in theirs], abs=1e-4
+            )
+
+    asyncio.run(both())
+
+
+@pytest.mark.parametrize(
+    ("grammar", "options"),
+    [
+        (StructuredOutput.regex("(ab|cde|[f-k]{3}){11,12}"), {}),
+        (StructuredOutput.regex("(ab|cde|[f-k]{3}){11,12}"), {"temperature": 1.0, "seed": 2}),
+    ],
+    ids=["greedy", "seeded"],
+)
+def test_grammar_state_goes_on_through_preemption(
+    grammar: StructuredOutput, options: dict[str, Any], model: Path, way: tuple[int, bool]
+) -> None:
+    asked = params(structured=grammar, ignore_eos=False, max_tokens=40, **options)
+
+    async def both() -> None:
+        right = await alone(model, asked)
+        async with small(model, *way) as engine:
+            result, text = await disturbed(engine, asked)
+        assert result.token_ids == right.token_ids
+        assert result.text == right.text == text
+        assert result.finish_reason is FinishReason.STOP
+
+    asyncio.run(both())
+
+
+TEXTS = {
+    "emoji": "👩‍👩‍👧‍👦 a family, e\u0301tude",
+    "cjk": "漢字かな交じり文の長い文",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("stop", [None, "y, e", "の長"])
+async def test_streamed_text_goes_on_through_preemption(
+    text: str, stop: str | None, way: tuple[int, bool]
+) -> None:
+    """No character is broken or told twice, and what may begin a stop string is held back."""
+    swap, cache = way
+    engine = scripted_engine(
+        Replies(text),
+        num_blocks=NUM_BLOCKS,
+        max_model_len=128,
+        block_size=BLOCK,
+        loop="caller",  # so that the urgent request comes when it should
+        max_num_seqs=4,
+        enable_prefix_cache=cache,
+        swap_space=swap * BLOCK * TOKEN_BYTES,
+        swap_min_tokens=1,
+    )
+    right = text
+    if stop is not None and stop in text:
+        right = text[: text.index(stop)]
+    async with engine:
+        asked = SamplingParams(stop=() if stop is None else (stop,))
+        result, streamed = await disturbed(engine, asked)
+    assert streamed == result.text == right

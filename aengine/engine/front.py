@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("aengine")
 
+NEVER = 1e18
+"""Seconds: a deadline that is later than that is as good as none."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
@@ -264,7 +267,7 @@ class Engine(Operable):
                 params=carried(params),
                 priority=priority,
                 arrival=now,
-                deadline=None if deadline is None else now + deadline,
+                deadline=None if deadline is None else now + min(deadline, NEVER),
                 cache_salt=cache_salt,
             )
         )

@@ -19,12 +19,13 @@ from aengine.device import FakeDevice
 from aengine.policy.mux import PriorityStreams
 from aengine.policy.mux_threshold import Threshold
 from aengine.testing import Replies, arithmetic_script, scripted_engine
+from aengine.testing.scripted import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from aengine import Engine
-    from aengine.batch import StepPlan
+    from aengine.batch import BlockCopy, StepPlan
     from aengine.testing.scripted import ScriptedLauncher
 
 SCRIPT = arithmetic_script(256)
@@ -99,6 +100,8 @@ class Watched:
         self._begin, self._finish = launcher.begin, launcher.finish
         monkeypatch.setattr(launcher, "begin", self.begin)
         monkeypatch.setattr(launcher, "finish", self.finish)
+        self._copy_blocks = launcher.copy_blocks
+        monkeypatch.setattr(launcher, "copy_blocks", self.copy_blocks)
 
     def buffer(self, kind: str, number: int) -> Any:
         name = f"{kind} {number}"
@@ -118,6 +121,14 @@ class Watched:
                 self.buffer("future", int(plan.slots[row])).read()
         self._sampled(plan, set(np.flatnonzero(plan.samples).tolist()) - set(plan.constrained))
         return self._begin(plan)
+
+    def copy_blocks(self, copy: BlockCopy) -> None:
+        for device, host in zip(copy.device_blocks, copy.host_blocks, strict=True):
+            here, there = self.buffer("block", device), self.buffer("host block", host)
+            source, target = (here, there) if copy.to_host else (there, here)
+            source.read()
+            target.write(copy.copy_id)
+        self._copy_blocks(copy)
 
     def finish(self, begun: Any, rows: Any, masks: Any) -> Any:
         self._sampled(begun.plan, set(rows))
@@ -140,6 +151,25 @@ async def test_s26380_nothing_is_read_while_it_is_written(
         watched = Watched(engine, device, monkeypatch)
         await storm(engine, device, seed)
     assert len(watched.buffers) > 20
+    assert device.races() == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("mux", [None, PriorityStreams], ids=["turns", "lanes"])
+@pytest.mark.parametrize("cache", [True, False])
+async def test_s26380_blocks_that_move_to_the_host_and_back_are_ordered_too(
+    cache: bool, mux: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies run on a stream of their own, in any order that the edges leave them."""
+    device = FakeDevice()
+    swap = {"swap_space": 60 * 4 * TOKEN_BYTES, "swap_min_tokens": 1}
+    options = {"mux": mux() if mux else None, "num_blocks": 18, "max_steps_in_flight": 3}
+    async with engine_on(device, enable_prefix_cache=cache, **options, **swap) as engine:
+        watched = Watched(engine, device, monkeypatch)
+        await storm(engine, device, seed)
+        stats = await engine.stats()
+    assert stats.swapped_in > 0
+    assert any(name.startswith("host") for name in watched.buffers)
     assert device.races() == []
 
 

@@ -205,7 +205,9 @@ def check_entry(entry: Any, token: int, row: Any, top: int) -> None:
     assert all(value == pytest.approx(row[t], abs=1e-4) for t, value in entry.top)
 
 
-async def mixed(files: LoadedFiles, dtype: str, count: int, seed: int) -> dict[str, int]:
+async def mixed(
+    files: LoadedFiles, dtype: str, count: int, seed: int, *, host_blocks: int = 0
+) -> dict[str, int]:
     """`count` random requests at once, then one at a time; how they ended."""
     rng = random.Random(seed)
     wishes = [wish(rng) for _ in range(count)]
@@ -220,6 +222,8 @@ async def mixed(files: LoadedFiles, dtype: str, count: int, seed: int) -> dict[s
         max_num_batched_tokens=48,
         block_size=BLOCK,
         kv_cache_memory=26 * block_bytes,
+        swap_space=host_blocks * block_bytes,
+        swap_min_tokens=BLOCK,
         debug=True,
     )
     async with engine:
@@ -228,6 +232,7 @@ async def mixed(files: LoadedFiles, dtype: str, count: int, seed: int) -> dict[s
         stats = await engine.stats()
     assert (stats.running, stats.waiting, stats.kv_blocks_in_use) == (0, 0, 0)
     tally = {"preempted": stats.preemptions, "cached": stats.cached_prompt_tokens}
+    tally["swapped"] = stats.swapped_in
     naive = NaiveModel(files, dtype, LONGEST)
     try:
         for number, (wanted, got) in enumerate(zip(wishes, answers, strict=True)):
@@ -276,6 +281,14 @@ def test_forty_mixed_requests_equal_the_naive_way(cut_files: LoadedFiles, dtype:
     assert tally["forced"]
 
 
+def test_forty_mixed_requests_with_swapped_blocks_equal_the_naive_way(
+    cut_files: LoadedFiles,
+) -> None:
+    tally = asyncio.run(mixed(cut_files, "auto", 40, seed=6, host_blocks=200))
+    assert tally["whole"] > 20
+    assert tally["swapped"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
@@ -288,3 +301,13 @@ def test_two_hundred_mixed_requests_equal_the_naive_way(files: LoadedFiles, dtyp
     assert tally["failed"]
     assert tally["cut"]
     assert tally["forced"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_hundred_mixed_requests_with_swapped_blocks_equal_the_naive_way(
+    files: LoadedFiles,
+) -> None:
+    tally = asyncio.run(mixed(files, "auto", 200, seed=3000, host_blocks=200))
+    assert tally["whole"] > 100
+    assert tally["swapped"]

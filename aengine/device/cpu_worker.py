@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import threading
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_OS_NAME = 15
 """Linux keeps at most this many bytes of a thread's name."""
-EXIT_PATIENCE = 1.0
+EXIT_PATIENCE = 1.2
 """Seconds that the interpreter's exit waits for the job that a thread is doing."""
 FOREIGN_LOOK = 0.2
 """Seconds between looks at whether this device closes, while waiting for another device."""
@@ -111,10 +112,18 @@ class Workers:
                 thread.join()
 
     def stop_at_exit(self) -> None:
-        """The same at the interpreter's exit, which a job that never ends must not hold up."""
+        """The same at the interpreter's exit, which a job that never ends must not hold up.
+
+        A thread that comes back from a kernel when the interpreter has gone takes the process down
+        (its stack is unwound through C++). So a job is interrupted: at its next line of Python.
+        """
         self.end()
         until = time.monotonic() + EXIT_PATIENCE
         for _, thread in self._all:
+            thread.join(0.05)
+            if thread.is_alive() and thread.ident is not None:
+                ident = ctypes.c_ulong(thread.ident)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
             thread.join(max(0.0, until - time.monotonic()))
 
 

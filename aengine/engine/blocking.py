@@ -1,34 +1,36 @@
 """`BlockingEngine`: the same engine for scripts and notebooks that do not speak asyncio.
 
-It keeps a small event loop in a thread of its own to read the streams (anyio's portal), so it works
-inside a running loop too, and adds no second implementation.
+It keeps a small event loop in a thread of its own to read the streams, so it works inside a running
+loop too, and adds no second implementation.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from functools import partial
+import weakref
 from typing import TYPE_CHECKING, Any, Self
 
-from anyio.from_thread import start_blocking_portal
-
 from aengine.engine.front import Engine
+from aengine.engine.loop_thread import LoopThread
+from aengine.errors import EngineClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Coroutine, Iterable, Iterator, Sequence
     from types import TracebackType
+    from typing import TypeVar
 
-    from anyio.from_thread import BlockingPortal
-
+    from aengine.engine.front import Health
+    from aengine.engine.lifecycle import PauseMode
     from aengine.engine.messages import Prompt
     from aengine.engine.stream import Stream
     from aengine.errors import AEngineError
     from aengine.outputs import Chunk, EngineStats, RequestOutput
     from aengine.request import SamplingParams
 
+    T = TypeVar("T")
+
 
 class BlockingEngine:
-    """An `Engine` whose calls block. Takes the same arguments.
+    """An `Engine` whose calls block. Takes the same arguments. Usable from any number of threads.
 
     ::
 
@@ -51,16 +53,30 @@ class BlockingEngine:
 
     def _open(self, engine: Engine) -> None:
         self._engine = engine
-        self._stack = ExitStack()
-        self._portal: BlockingPortal | None = None
+        self._loop: LoopThread | None = None
+
+    def start(self) -> Self:
+        """Load the model and begin to serve. Idempotent while the engine runs.
+
+        Raises:
+            ModelLoadError, ConfigError, OutOfMemoryError: the model cannot be served.
+            EngineClosedError: the engine was closed before.
+        """
+        if self._loop is not None:
+            return self
+        loop = LoopThread("aengine-blocking")
+        try:
+            loop.run(self._engine.start())
+        except BaseException:
+            self._engine.terminate()
+            loop.stop()
+            raise
+        self._loop = loop
+        weakref.finalize(self, loop.stop, 0.0).atexit = False
+        return self
 
     def __enter__(self) -> Self:
-        with self._stack:
-            portal = self._stack.enter_context(start_blocking_portal())
-            portal.call(self._engine.start)
-            self._portal = portal
-            self._stack = self._stack.pop_all()
-        return self
+        return self.start()
 
     def __exit__(
         self,
@@ -70,28 +86,51 @@ class BlockingEngine:
     ) -> None:
         self.close(drain=exc_type is None)
 
-    def close(self, *, drain: bool = True) -> None:
-        """End the engine and its helper thread. Idempotent."""
-        portal, self._portal = self._portal, None
-        if portal is not None:
-            with self._stack:
-                portal.call(_aclose, self._engine, drain)
+    def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
+        """End the engine and its helper thread; arguments as of `Engine.aclose`. Idempotent.
+
+        Raises:
+            ConfigError: an impossible `timeout`.
+        """
+        loop, self._loop = self._loop, None
+        if loop is None:
+            self._engine.terminate()
+            return
+        try:
+            loop.run(self._engine.aclose(drain=drain, timeout=timeout))
+        except ValueError:  # an impossible timeout: nothing was done
+            self._loop = loop
+            raise
+        except EngineClosedError:  # in a forked child, or closed by another thread
+            self._engine.terminate()
+        except BaseException:
+            self.terminate()
+            loop.stop()
+            raise
+        loop.stop()
+
+    def terminate(self) -> None:
+        """End the engine at once, as `Engine.terminate`, and its helper thread."""
+        loop, self._loop = self._loop, None
+        self._engine.terminate()
+        if loop is not None:
+            loop.stop()
+
+    # -- requests ------------------------------------------------------------------------------
 
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> RequestOutput:
         """The whole answer; arguments and errors as `Engine.generate`."""
-        result: RequestOutput = self._running().call(_gather, self._engine, prompt, params, options)
-        return result
+        return self._run(_gather(self._engine, prompt, params, options))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> Iterator[Chunk]:
         """The answer as it comes; leaving the iteration early drops the request."""
-        portal = self._running()
-        stream = portal.call(_start, self._engine, prompt, params, options)
+        stream = self._run(_start(self._engine, prompt, params, options))
         try:
-            while (chunk := portal.call(_next, stream)) is not None:
+            while (chunk := self._run(_next(stream))) is not None:
                 yield chunk
         finally:
             stream.abort()
@@ -106,17 +145,54 @@ class BlockingEngine:
 
         Callbacks run in the facade's helper thread.
         """
-        many = partial(self._engine.generate_many, prompts, params, **options)
-        return self._running().call(many)
+        return self._run(self._engine.generate_many(prompts, params, **options))
+
+    def abort(self, request_id: str) -> None:
+        """Drop every request with this label, as `Engine.abort`."""
+        self._engine.abort(request_id)
+
+    # -- operation -----------------------------------------------------------------------------
+
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """Launch no more steps, as `Engine.pause`."""
+        self._run(self._engine.pause(mode))
+
+    def resume(self) -> None:
+        """Launch steps again, as `Engine.resume`."""
+        self._run(self._engine.resume())
+
+    def sleep(self) -> None:
+        """Give the KV cache's memory back, as `Engine.sleep`."""
+        self._run(self._engine.sleep())
+
+    def wake(self) -> None:
+        """Make the KV cache again, as `Engine.wake`."""
+        self._run(self._engine.wake())
+
+    def update_weights(self, model: str) -> None:
+        """Exchange the weights, as `Engine.update_weights`."""
+        self._run(self._engine.update_weights(model))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, as `Engine.reset_prefix_cache`."""
+        self._run(self._engine.reset_prefix_cache())
 
     def stats(self) -> EngineStats:
         """A snapshot, as `Engine.stats`."""
-        return self._running().call(self._engine.stats)
+        return self._run(self._engine.stats())
 
-    def _running(self) -> BlockingPortal:
-        if self._portal is None:
+    def health(self) -> Health:
+        """Whether the engine serves, as `Engine.health`."""
+        return self._engine.health()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if (loop := self._loop) is None:
+            work.close()
             raise self._engine.closed_error()
-        return self._portal
+        return loop.run(work)
+
+    def __repr__(self) -> str:
+        return f"<BlockingEngine around {self._engine!r}>"
 
 
 async def _start(
@@ -133,7 +209,3 @@ async def _gather(
 
 async def _next(stream: Stream) -> Chunk | None:
     return await anext(stream, None)
-
-
-async def _aclose(engine: Engine, drain: bool) -> None:
-    await engine.aclose(drain=drain)

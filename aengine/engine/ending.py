@@ -21,7 +21,7 @@ logger = logging.getLogger("aengine")
 
 GRACE = 2.0
 """Seconds that a closing engine, with no request left, waits for what the device has begun."""
-EXIT_GRACE = 1.0
+EXIT_GRACE = 1.2
 """The same at the interpreter's exit, which has three seconds for everything."""
 CLOSING = 10.0
 """Seconds for giving everything back when nothing is known to hang."""

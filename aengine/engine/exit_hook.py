@@ -37,7 +37,9 @@ class ExitHook:
 
     def __call__(self) -> None:
         """End the engine in bounded time."""
+        if self._service.forked:
+            return
         logger.warning("an engine was still open at the end of the program")
         self._service.ask_close(Close(drain=False, timeout=0.0, grace=EXIT_GRACE))
-        if not self._runtime.join(EXIT_GRACE + 0.5):
+        if not self._runtime.join(EXIT_GRACE + 0.3):
             self._service.abandon()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from aengine.engine.prompts import check_options, check_prompt
 from aengine.engine.runtime import CallerLoop, OwnLoop
 from aengine.engine.service import EngineService, EngineState
 from aengine.engine.stream import Stream
-from aengine.errors import EngineClosedError, EngineStateError
+from aengine.errors import EngineStateError
 from aengine.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -121,6 +120,8 @@ class Engine(Operable):
             EngineClosedError: the engine was closed before.
         """
         service = self._service
+        if service.forked:
+            raise service.closed_error()
         if service.state is EngineState.NEW:
             name = f"aengine-{id(self):x}"
             runtime = OwnLoop(name) if self.config.loop == "own" else CallerLoop(name)
@@ -157,7 +158,7 @@ class Engine(Operable):
         """
         patience = self.config.shutdown_timeout if timeout is None else timeout
         check_seconds("timeout", patience)
-        if self._runtime is None:
+        if self._runtime is None or self._service.forked:
             self._service.state = EngineState.CLOSED
             return
         patience = patience if drain else 0.0
@@ -183,7 +184,7 @@ class Engine(Operable):
         computed ends first, if it does so within two seconds); with `loop="caller"` the engine
         ends when the loop next runs.
         """
-        if self._runtime is None:
+        if self._runtime is None or self._service.forked:
             self._service.state = EngineState.CLOSED
             return
         _stop(self._service)
@@ -208,7 +209,8 @@ class Engine(Operable):
 
     def __del__(self) -> None:
         service = getattr(self, "_service", None)
-        if service is not None and service.state in (EngineState.STARTING, EngineState.RUNNING):
+        unclosed = (EngineState.STARTING, EngineState.RUNNING)
+        if service is not None and service.state in unclosed and not service.forked:
             warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
 
     def __repr__(self) -> str:
@@ -244,12 +246,10 @@ class Engine(Operable):
             RuntimeError: no event loop is running; see `aengine.BlockingEngine`.
         """
         service = self._service
-        if service.state is not EngineState.RUNNING:
+        if service.state is not EngineState.RUNNING or service.forked:
             raise service.closed_error()
         if service.asleep:
             raise EngineStateError("the engine is asleep: wake() it")
-        if service.pid != os.getpid():
-            raise EngineClosedError("an engine does not survive a fork: make one in this process")
         check_prompt(prompt)
         params = SamplingParams() if params is None else params
         check_options(params, priority, deadline, request_id, cache_salt)
@@ -336,7 +336,7 @@ class Engine(Operable):
         service = self._service
         return Health(
             state=service.state.value,
-            alive=service.state is EngineState.RUNNING,
+            alive=service.state is EngineState.RUNNING and not service.forked,
             paused=service.paused,
             asleep=service.asleep,
             heartbeat_age=service.heartbeat_age(),

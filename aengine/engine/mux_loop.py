@@ -220,10 +220,10 @@ class MuxLoop(StepLoop):
         at, at_ns, other = self._clock(), time.perf_counter_ns(), self._other(lane).doing
         launcher = self._parts.launcher
         if not plan.constrained:
-            output = stream.launch(launcher.run, plan)
+            output = stream.launch(self._wanted(launcher.run), plan)
             lane.last = output.completion
         else:
-            begun = stream.launch(launcher.begin, plan)
+            begun = stream.launch(self._wanted(launcher.begin), plan)
             lane.last, lane.busy = begun.completion, plan
             # A mask needs the token before it, and that comes with the step before.
             while lane.steps:

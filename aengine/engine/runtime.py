@@ -57,7 +57,7 @@ class OwnLoop:
 
     def _run(self, main: Main) -> None:
         try:
-            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            with asyncio.Runner(loop_factory=loop_factory()) as runner:
                 runner.run(main())
         except BaseException as error:
             self.ended.set_exception(error)
@@ -102,7 +102,8 @@ class CallerLoop:
         return self.ended.done()
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """Makes uvloop's loops where it is installed."""
     try:
         import uvloop
     except ImportError:

@@ -22,7 +22,7 @@ from aengine.engine.chores import Chores
 from aengine.engine.core import EngineCore
 from aengine.engine.delayed import DelayedSampling
 from aengine.engine.delivery import Outbox
-from aengine.engine.ending import CLOSING, closed, ended
+from aengine.engine.ending import CLOSING, GRACE, closed, ended
 from aengine.engine.gate import Gate
 from aengine.engine.inbox import Inbox
 from aengine.engine.intake import Intake
@@ -162,7 +162,7 @@ class EngineService:
         self._core = self._steps = self._gate = self.parts = None
         self._lifecycle = self._delayed = self._chores = self._swapping = None
         hangs = steps is not None and steps.hangs
-        seconds = CLOSING if close is None or close.drain else close.grace
+        seconds = GRACE if close is None else CLOSING if close.drain else close.grace
         if hangs:
             logger.error("the device did not finish what it had begun: the engine closes without")
             seconds = 0.0
@@ -258,6 +258,8 @@ class EngineService:
 
     def closed_error(self) -> EngineClosedError | EngineDeadError:
         """Why no request can be taken, as a new exception."""
+        if self.forked:
+            return EngineClosedError("an engine does not survive a fork: make one in this process")
         if self.state is EngineState.DEAD:
             error = EngineDeadError(f"the engine died: {self.death!r}", cause=self.death)
             error.__cause__ = self.death
@@ -278,11 +280,19 @@ class EngineService:
             self._refuse_leftovers()
         return taken
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is a copy of the engine in a child process: it has no threads here."""
+        return self.pid != os.getpid()
+
     def _over(self) -> bool:
-        return self.state in (EngineState.CLOSED, EngineState.DEAD)
+        return self.forked or self.state in (EngineState.CLOSED, EngineState.DEAD)
 
     def ask_close(self, close: Close) -> None:
-        """End the engine; also while it is still loading, which then ends first."""
+        """End the engine; also while it is still loading, which is then given up."""
+        if self.forked:
+            self.state = EngineState.CLOSED
+            return
         self._close = close
         if self.state is EngineState.RUNNING:
             self.state = EngineState.CLOSING

@@ -10,12 +10,12 @@ import asyncio
 import contextlib
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aengine.batch import StepResult
 from aengine.engine.lateness import Lateness
 from aengine.engine.messages import Abort, AbortById, Call, Close, Prepared, Submit
-from aengine.errors import DeviceLostError, RequestAbortedError
+from aengine.errors import DeviceLostError, EngineClosedError, RequestAbortedError
 from aengine.policy.planning import Work
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from aengine.engine.swapping import Swapping
     from aengine.execute.launcher import StepOutput
 
+
+T = TypeVar("T")
 
 PULSE = 1.0
 """Seconds after which an idle engine comes round: an older heartbeat means that it hangs."""
@@ -195,10 +197,11 @@ class StepLoop:
         self.steps_launched += 1
         if not plan.constrained:
             launcher = self._parts.launcher
-            output = launcher.replay(plan) or stream.launch(launcher.run, plan)
+            output = launcher.replay(plan) or stream.launch(self._wanted(launcher.run), plan)
         else:
             launcher = self._parts.launcher
-            begun = launcher.replay_begin(plan) or stream.launch(launcher.begin, plan)
+            begin = self._wanted(launcher.begin)
+            begun = launcher.replay_begin(plan) or stream.launch(begin, plan)
             # A mask needs the token before it, and that comes with the step before.
             while self._steps:
                 await self._settle_oldest()
@@ -209,6 +212,18 @@ class StepLoop:
         self._chores.look()
         while len(self._steps) >= self._depth:
             await self._settle_oldest()
+
+    def _wanted(self, run: Callable[[StepPlan], T]) -> Callable[[StepPlan], T]:
+        """The same, which does nothing if by then the engine closes and has nobody to compute for:
+        on a CPU a launched step may still wait for its turn."""
+        core = self._core
+
+        def run_if_wanted(plan: StepPlan) -> T:
+            if core.closing and core.idle:
+                raise EngineClosedError("the engine closed before this step began")
+            return run(plan)
+
+        return run_if_wanted
 
     async def _step_or_message(self) -> None:
         """Nothing to launch yet: go on when the oldest step is done, or when somebody speaks."""

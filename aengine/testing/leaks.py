@@ -27,7 +27,7 @@ LOOKS = 50
 PACKAGE = str(Path(__file__).resolve().parents[1])
 EXECUTORS = ("asyncio_", "uvloop_", "AnyIO worker thread", "ThreadPoolExecutor-")
 """Their threads end with their loop or pool, not with a test."""
-ENGINE_THREADS = ("aengine-text", "aengine-masks", "cpu-", "cuda-", "asyncio-portal-")
+ENGINE_THREADS = ("aengine-text", "aengine-masks", "cpu-", "cuda-", "aengine-blocking")
 KINDS = ("streams", "tasks", "engines", "threads")
 
 

@@ -213,13 +213,6 @@ def test_faults(suite: Suite) -> None:
 LEAKS = """
 KEPT = []
 
-@pytest.fixture(scope="module", autouse=True)
-def tidy():  # a portal that nobody closes would keep the interpreter from ending
-    yield
-    for kept in KEPT:
-        if isinstance(kept, BlockingEngine):
-            kept.close()
-
 @pytest.fixture
 def engine(aengine_fake):
     engine = aengine_fake("x" * 4000, faults=Faults(delay=0.001))

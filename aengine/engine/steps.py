@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -218,6 +219,7 @@ class StepLoop:
         on a CPU a launched step may still wait for its turn."""
         core = self._core
 
+        @functools.wraps(run)  # the trace shows its name
         def run_if_wanted(plan: StepPlan) -> T:
             if core.closing and core.idle:
                 raise EngineClosedError("the engine closed before this step began")

@@ -18,6 +18,8 @@ from aengine.errors import DeviceError, DeviceLostError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from aengine.device.green import PairHandles
+
 NOT_READY = 600
 STREAM_NON_BLOCKING = 1
 EVENT_DEFAULT = 0
@@ -118,7 +120,7 @@ class Driver:
         self._contexts: dict[int, int] = {}
         self._pages: list[int] = []
         self._streams: dict[tuple[int, int], list[int]] = {}
-        self.idle_lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self.idle_lanes: dict[tuple[int, int], list[PairHandles]] = {}
         """(device, decode's SMs) -> pairs of green-context streams that nobody uses now."""
 
     @property

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from aengine.batch import LaneKind, SmPartition
 from aengine.device.driver import GREEN, STREAM_NON_BLOCKING, load_driver
@@ -140,8 +140,17 @@ def probe(driver: Driver | None = None, index: int = 0) -> Splits:
     return Splits(sms=whole.sms, unit=unit, green=green, priorities=priorities)
 
 
-def take_pair(driver: Driver, index: int, partition: SmPartition) -> tuple[int, int]:
-    """Streams (prefill's, decode's) on the two sides of one split.
+class PairHandles(NamedTuple):
+    """Streams on the two sides of one split: for each side one to work on, one to capture on."""
+
+    prefill: int
+    decode: int
+    prefill_capture: int
+    decode_capture: int
+
+
+def take_pair(driver: Driver, index: int, partition: SmPartition) -> PairHandles:
+    """Streams on the two sides of one split.
 
     Raises:
         DeviceError: the driver refuses, or splits otherwise than `probe` saw.
@@ -156,13 +165,16 @@ def take_pair(driver: Driver, index: int, partition: SmPartition) -> tuple[int, 
             f"the driver split {rest.sms} + {group.sms} SMs where it had split "
             f"{partition.prefill} + {partition.decode}"
         )
-    prefill = _stream(driver, device, rest, 0)
-    return prefill, _stream(driver, device, group, HIGH_PRIORITY)
+    prefill, decode = (_context(driver, device, side) for side in (rest, group))
+    return PairHandles(
+        prefill=_stream(driver, prefill, 0),
+        decode=_stream(driver, decode, HIGH_PRIORITY),
+        prefill_capture=_stream(driver, prefill, 0),
+        decode_capture=_stream(driver, decode, HIGH_PRIORITY),
+    )
 
 
-def return_pair(
-    driver: Driver, index: int, partition: SmPartition, handles: tuple[int, int]
-) -> None:
+def return_pair(driver: Driver, index: int, partition: SmPartition, handles: PairHandles) -> None:
     """Keep idle streams and their contexts for the next taker; never destroy them.
 
     For the reason see `Driver.return_stream`; and streams that still run something are left alone.
@@ -223,7 +235,10 @@ def _every_split(driver: Driver, whole: _Resource, unit: int) -> tuple[SmPartiti
     return tuple(found.values())
 
 
-def _stream(driver: Driver, device: int, resource: _Resource, priority: int) -> int:
+def _context(driver: Driver, device: int, resource: _Resource) -> int:
     described = driver.make("resource_desc", ctypes.addressof(resource), 1)
-    context = driver.make("green_create", described, device, _DEFAULT_STREAM)
+    return driver.make("green_create", described, device, _DEFAULT_STREAM)
+
+
+def _stream(driver: Driver, context: int, priority: int) -> int:
     return driver.make("green_stream", context, STREAM_NON_BLOCKING, priority)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from aengine.batch import LaneKind, SmPartition
 from aengine.device.cpu import CpuDevice
 from aengine.device.cuda import CudaDevice
-from aengine.device.green import HIGH_PRIORITY, probe, return_pair, take_pair
+from aengine.device.green import HIGH_PRIORITY, PairHandles, probe, return_pair, take_pair
 from aengine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ class LanePair:
     partition: SmPartition
     prefill: Stream
     decode: Stream
+    prefill_capture: int | None = None
+    """A stream (handle) like prefill's, on which its graphs are captured and nothing runs."""
+    decode_capture: int | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -120,21 +123,29 @@ def _cuda_lanes(device: CudaDevice, forward: Stream, decode_counts: Sequence[int
     found = probe(device.driver, device.index)
     pairs = [_plain(device, forward, found.sms)]
     if found.priorities:
+        first = device.stream("decode-first", priority=HIGH_PRIORITY)
         pairs.append(
             LanePair(
                 partition=SmPartition(kind=LaneKind.PRIORITY, prefill=found.sms, decode=found.sms),
                 prefill=pairs[0].prefill,
-                decode=device.stream("decode-first", priority=HIGH_PRIORITY),
+                decode=first,
+                decode_capture=device.stream("capture", priority=HIGH_PRIORITY).handle,
             )
         )
     give_back: list[Callable[[], None]] = []
     for partition in found.choose(decode_counts):
         handles = take_pair(device.driver, device.index, partition)
-        prefill = device.wrap_stream(f"prefill-{partition.prefill}", handles[0])
-        decode = device.wrap_stream(f"decode-{partition.decode}", handles[1])
-        pairs.append(LanePair(partition=partition, prefill=prefill, decode=decode))
+        pairs.append(
+            LanePair(
+                partition=partition,
+                prefill=device.wrap_stream(f"prefill-{partition.prefill}", handles.prefill),
+                decode=device.wrap_stream(f"decode-{partition.decode}", handles.decode),
+                prefill_capture=handles.prefill_capture,
+                decode_capture=handles.decode_capture,
+            )
+        )
 
-        def idle(partition: SmPartition = partition, handles: tuple[int, int] = handles) -> None:
+        def idle(partition: SmPartition = partition, handles: PairHandles = handles) -> None:
             return_pair(device.driver, device.index, partition, handles)
 
         give_back.append(idle)

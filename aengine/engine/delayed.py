@@ -153,18 +153,16 @@ class DelayedSampling:
         self,
         plan: StepPlan,
         begun: DeviceFuture[Any],
-        stream: Stream | None = None,
+        stream: Stream,
     ) -> DeviceFuture[StepOutput]:
         """Sample the constrained rows of a begun step as soon as their masks are there.
 
-        `stream` is the one that began it; default: that of steps that are not split.
+        `stream` is the one that began it.
         """
         rows, masks = await self._grammar_masks(plan)
-        launcher = self._parts.launcher
+        launcher = self._parts.launcher_of(stream)
         replayed = launcher.replay_finish(begun, rows, masks)
-        return replayed or (stream or self._parts.forward_stream).launch(
-            launcher.finish, begun, rows, masks
-        )
+        return replayed or stream.launch(launcher.finish, begun, rows, masks)
 
     async def _grammar_masks(self, plan: StepPlan) -> tuple[list[int], Bitmask]:
         """Masks of the constrained rows; rows that are late or over are left out."""

@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aengine.device.cpu import CpuDevice
 from aengine.device.cuda import CudaDevice
-from aengine.device.lanes import use_threads
+from aengine.device.lanes import open_lanes, use_threads
 from aengine.device.trace import Trace
-from aengine.engine.ending import GRACE, closed
+from aengine.engine.gpu_loading import load_on_gpu
 from aengine.engine.grammars import Grammars
 from aengine.engine.parts import EngineParts
 from aengine.engine.text_thread import TextThread
 from aengine.errors import AEngineError, ConfigError, DeviceError
+from aengine.policy.mux import takes_turns
 from aengine.policy.scheduler import Scheduler
-from aengine.threads import DaemonPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from aengine.config import EngineConfig
-    from aengine.device.cuda_stream import CudaStream
+    from aengine.device.lanes import Lanes
     from aengine.device.protocols import Device, Stream
+    from aengine.execute.launcher import Launcher
     from aengine.execute.loader import LoadedModel
     from aengine.execute.model_memory import LoadedMemory
     from aengine.model.chat import ChatTemplate
     from aengine.model.files import LoadedFiles
     from aengine.model.tokenizer import Tokenizer
-
-
-logger = logging.getLogger("aengine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +64,8 @@ async def load_parts(
     device: Device | None = None
     grammars: Grammars | None = None
     stream: Stream
+    lanes: Lanes | None = None
+    launchers: Mapping[Stream, Launcher] = {}
     try:
         files = await text_thread.run(_open, config, on_progress)
         grammars = Grammars(
@@ -93,17 +91,22 @@ async def load_parts(
             config = replace(config, scheduler=config.scheduler.on_gpu())
             device = gpu = CudaDevice(index, trace=trace)
             stream = lane = device.stream("forward")
+            loop = asyncio.get_running_loop()
+            if not takes_turns(config.mux):
+                lanes = open_lanes(gpu, lane, cores=0)
             # In a thread: what a GPU is given to do is prepared by the one who launches it.
-            pool = DaemonPool(1, "aengine-load")
-            loading = asyncio.get_running_loop().run_in_executor(
-                pool, load_on_gpu, config, files, gpu, lane, on_progress
+            model, launchers = await loop.run_in_executor(
+                None, load_on_gpu, config, files, gpu, lane, lanes, on_progress
             )
-            pool.shutdown(wait=False)
-            model = await loading
         on_progress("load", 1, 1)
     except BaseException:
-        # What was begun ends first, in bounded time: a load that hangs must not hold up its end.
-        await closed(partial(_close, text_thread, grammars, device), GRACE)
+        text_thread.close()
+        if grammars is not None:
+            grammars.close()
+        if device is not None:
+            device.close()
+        if lanes is not None:
+            lanes.close()
         raise
     return EngineParts(
         model_name=config.model,
@@ -119,6 +122,8 @@ async def load_parts(
         set_threads=use_threads if index is None else None,
         device=device,
         forward_stream=stream,
+        lanes=lanes,
+        lane_launchers=launchers,
         codec=Codec(files.tokenizer, files.chat),
         tokenizer=files.tokenizer,
         end_token_ids=files.end_token_ids,
@@ -128,14 +133,6 @@ async def load_parts(
         trace_path=config.trace,
         grammars=grammars,
     )
-
-
-def _close(text_thread: TextThread, grammars: Grammars | None, device: Device | None) -> None:
-    text_thread.close()
-    if grammars is not None:
-        grammars.close()
-    if device is not None:
-        device.close()
 
 
 def _memory(
@@ -196,38 +193,3 @@ def _load_on_cpu(config: EngineConfig, files: LoadedFiles) -> LoadedModel:
     from aengine.execute.loader import load_model
 
     return load_model(config, files, torch.device("cpu"))
-
-
-def load_on_gpu(
-    config: EngineConfig,
-    files: LoadedFiles,
-    device: CudaDevice,
-    stream: CudaStream,
-    on_progress: Callable[[str, int, int], None],
-) -> LoadedModel:
-    """Load, and capture the common decode steps. Its work is on `stream` when it returns.
-
-    Raises:
-        ModelLoadError, ConfigError, OutOfMemoryError: as `load_parts`.
-    """
-    import torch
-
-    from aengine.execute.cuda_capture import capture_common, warm_up_prefill
-    from aengine.execute.loader import load_model
-    from aengine.execute.memory import CudaMemory
-
-    with device.current(), device.guard(stream.handle):
-        torch_device = torch.device("cuda", device.index)
-        model = load_model(config, files, torch_device)
-        on_progress("warm up", 0, 1)
-        warm_up_prefill(model, config.scheduler.max_num_batched_tokens, torch_device)
-        on_progress("warm up", 1, 1)
-        if config.cuda_graphs:
-            memory = CudaMemory(torch_device)
-            before = memory.free()
-            graphs = capture_common(config.scheduler, model, device, stream, on_progress)
-            if graphs is not None:
-                model.runner.use_graphs(graphs)
-                taken, reserved = before - memory.free(), model.profile.graphs
-                logger.info("graphs take %d MiB of %d reserved", taken >> 20, reserved >> 20)
-    return model

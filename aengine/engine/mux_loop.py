@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aengine.batch import LaneKind
-from aengine.device.cuda import CudaDevice
 from aengine.device.lanes import open_lanes
 from aengine.engine.lane_meter import LaneMeter, label
 from aengine.engine.messages import Wake
 from aengine.engine.steps import PULSE, LaunchedStep, StepLoop, result_of
-from aengine.errors import ConfigError
 from aengine.policy.mux import GuardedMux, LaneTable, MuxLoad
 from aengine.policy.planning import Work
 
@@ -36,16 +34,10 @@ if TYPE_CHECKING:
 
 
 def make_lanes(parts: EngineParts, cores: int | None) -> Lanes:
-    """The lanes of an engine; `cores` of a CPU to share out, default: those of this process.
+    """The lanes of an engine that was loaded without.
 
-    Raises:
-        ConfigError: a GPU, whose workspaces and graphs do not belong to lanes yet.
+    `cores` of a CPU to share out, default: those of this process.
     """
-    if isinstance(parts.device, CudaDevice):
-        raise ConfigError(
-            "mux: prefill and decode cannot run side by side on a GPU yet; "
-            "None, Exclusive() and ChunkedOnly() can be had there"
-        )
     if cores is None:
         here = getattr(os, "sched_getaffinity", None)
         cores = len(here(0)) if here is not None else os.cpu_count() or 1
@@ -75,8 +67,10 @@ class _Lane:
     busy: StepPlan | None = None
     """The step whose sample still waits for a mask."""
     stream: Stream | None = None
+    partition: SmPartition | None = None
+    """Where it works, or last did."""
     last: Completion | None = None
-    """Its newest work on `stream`."""
+    """Its newest work there."""
     settled_at: float = 0.0
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -200,13 +194,18 @@ class MuxLoop(StepLoop):
         )
 
     def _enter(self, lane: _Lane) -> Stream:
-        """The lane's stream in this partition; after what the lane did on another one."""
+        """The lane's stream in this partition.
+
+        What it does there comes after all that either lane did in another partition, whose SMs
+        were not shared out like this.
+        """
         pair = self._lanes.pair(self._partition)
         stream = pair.prefill if lane is self._prefill else pair.decode
-        if stream is not lane.stream:
-            if lane.last is not None:
-                stream.wait(lane.last)
-            lane.stream = stream
+        if self._partition != lane.partition:
+            for each in (self._prefill, self._decode):
+                if each.last is not None and each.partition != self._partition:
+                    stream.wait(each.last)
+            lane.stream, lane.partition = stream, self._partition
         if lane is self._decode and self._join is not None:
             stream.wait(self._join)
             self._join = None
@@ -218,12 +217,14 @@ class MuxLoop(StepLoop):
         self.steps_launched += 1
         stream, partition = self._enter(lane), self._partition
         at, at_ns, other = self._clock(), time.perf_counter_ns(), self._other(lane).doing
-        launcher = self._parts.launcher
+        launcher = self._parts.launcher_of(stream)
         if not plan.constrained:
-            output = stream.launch(self._wanted(launcher.run), plan)
+            run = self._wanted(launcher.run)
+            output = launcher.replay(plan) or stream.launch(run, plan)
             lane.last = output.completion
         else:
-            begun = stream.launch(self._wanted(launcher.begin), plan)
+            begin = self._wanted(launcher.begin)
+            begun = launcher.replay_begin(plan) or stream.launch(begin, plan)
             lane.last, lane.busy = begun.completion, plan
             # A mask needs the token before it, and that comes with the step before.
             while lane.steps:
@@ -232,6 +233,7 @@ class MuxLoop(StepLoop):
             lane.last, lane.busy = output.completion, None
             self._inbox.put(Wake())  # masks may have failed
         lane.steps.append(_LaneStep(plan, output, partition, at, at_ns, other))
+        self._chores.look()
 
     def _other(self, lane: _Lane) -> _Lane:
         return self._decode if lane is self._prefill else self._prefill

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from aengine.batch import BlockCopy
     from aengine.config import EngineConfig
@@ -44,8 +44,15 @@ class EngineParts:
     set_threads: Callable[[int], object] | None = None
     """Sets the threads that computing uses on the calling thread."""
     lanes: Lanes | None = None
+    """What prefill and decode run on side by side; None: they take turns, or it is yet to come."""
+    lane_launchers: Mapping[Stream, Launcher] = field(default_factory=dict)
+    """Those of lanes with workspaces and graphs of their own."""
     trace: Trace | None = None
     trace_path: str | None = None
+
+    def launcher_of(self, stream: Stream) -> Launcher:
+        """What launches steps on a lane."""
+        return self.lane_launchers.get(stream, self.launcher)
 
     def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Token sequences that spell the request's bad words, at a word's start and inside."""

@@ -207,7 +207,8 @@ class EngineService:
                 parts.scheduler.chunk_beside_decode = self.config.mux.chunk
             self._steps = StepLoop(*pieces, max_steps_in_flight=depth)
         else:
-            parts.lanes = make_lanes(parts, self.config.cpu_threads)
+            if parts.lanes is None:
+                parts.lanes = make_lanes(parts, self.config.cpu_threads)
             self._steps = MuxLoop(
                 *pieces, max_steps_in_flight=depth, policy=self.config.mux, lanes=parts.lanes
             )

@@ -192,21 +192,19 @@ class StepLoop:
         return self._lateness.wait(self._parts.device.lead(self._steps[-1].output))
 
     async def _step(self, plan: StepPlan) -> None:
-        stream = self._parts.forward_stream
+        stream, launcher = self._parts.forward_stream, self._parts.launcher
         self._parts.device.mark_step(plan.step_id)
         self._core.launched(init.request.seq_id for init in plan.slot_inits)
         self.steps_launched += 1
         if not plan.constrained:
-            launcher = self._parts.launcher
             output = launcher.replay(plan) or stream.launch(self._wanted(launcher.run), plan)
         else:
-            launcher = self._parts.launcher
             begin = self._wanted(launcher.begin)
             begun = launcher.replay_begin(plan) or stream.launch(begin, plan)
             # A mask needs the token before it, and that comes with the step before.
             while self._steps:
                 await self._settle_oldest()
-            output = await self._delayed.sample(plan, begun)
+            output = await self._delayed.sample(plan, begun, stream)
         self._steps.append(LaunchedStep(plan, output))
         self._keep_watch()
         self._lateness.launched()

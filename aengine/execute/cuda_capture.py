@@ -9,7 +9,13 @@ import torch
 
 from aengine.device.graphs import GraphPool
 from aengine.errors import DeviceError
-from aengine.execute.graph_shapes import ResultLayout, SampleShape, largest_shape
+from aengine.execute.graph_shapes import (
+    GraphSizes,
+    LaneWork,
+    ResultLayout,
+    SampleShape,
+    largest_shape,
+)
 from aengine.execute.step_graphs import StepGraphs
 from aengine.execute.step_program import StepProgram
 from aengine.model.batch import ForwardBatch
@@ -22,9 +28,12 @@ if TYPE_CHECKING:
     from aengine.device.cuda_launch import PreparedLaunch
     from aengine.device.cuda_stream import CudaStream
     from aengine.execute.loader import LoadedModel
+    from aengine.execute.runner import Forward
     from aengine.execute.step_graphs import Shape
 
 logger = logging.getLogger("aengine")
+
+EVERYTHING = LaneWork()
 
 
 class PinnedStaging:
@@ -100,30 +109,38 @@ def warm_up_prefill(model: LoadedModel, num_tokens: int, device: torch.device) -
 def capture_common(
     config: SchedulerConfig,
     model: LoadedModel,
+    forward: Forward,
     device: CudaDevice,
     stream: CudaStream,
     on_progress: Callable[[str, int, int], None],
     *,
+    work: LaneWork = EVERYTHING,
     capture_stream: int | None = None,
+    run: bool = True,
 ) -> StepGraphs | None:
     """The graphs of a lane, with the common steps captured; None (and a warning): it has none.
 
-    To be called with the lane's stream current; each step runs once there, on padding.
+    To be called with the lane's stream current.
 
     Args:
         config: of the scheduler.
-        model: its forward must have the workspaces of this lane.
+        model: whose steps they are.
+        forward: the model with the workspaces of this lane.
         device, stream: the lane.
         on_progress: told ("graphs", done, all).
+        work: what the lane does.
         capture_stream: as in `GraphPool`.
+        run: run each step once before it is captured, on padding: that compiles and sets up what a
+            capture cannot. False: another lane has done so.
     """
     limits = {
         "max_rows": config.max_num_seqs,
         "max_tokens": config.max_num_batched_tokens,
         "max_blocks": -(-model.max_model_len // config.tokens_per_block),
     }
+    sizes = GraphSizes.of(work, **limits)
     program = StepProgram(
-        model.forward,
+        forward,
         model.sampler,
         block_size=config.tokens_per_block,
         largest=largest_shape(**limits),
@@ -134,15 +151,16 @@ def capture_common(
             CudaCapture(program, GraphPool(device, capture_stream), stream),
             model.sampler,
             lambda: PinnedStaging(program.packed.numel(), program.result.numel()),
+            sizes,
             in_flight=config.max_steps_in_flight,
             block_size=config.tokens_per_block,
-            **limits,
         )
-        shapes = graphs.common_shapes()
+        shapes = sizes.common
         for done, shape in enumerate(shapes):
             on_progress("graphs", done, len(shapes))
-            with torch.inference_mode():
-                program(shape)  # compiles and sets up what a capture could not
+            if run:
+                with torch.inference_mode():
+                    program(shape)
             graphs.capture([shape])
     except DeviceError as error:
         logger.warning("steps are launched kernel by kernel: %s", error)

@@ -8,6 +8,7 @@ of a table, K most likely tokens.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from aengine.execute.sampler_state import SamplerFeature
@@ -215,9 +216,84 @@ def coarse_chunk_sizes(max_tokens: int) -> list[int]:
     return sorted({next(size for size in fine if size >= coarse) for coarse in sizes})
 
 
+def coarse_decode_sizes(max_rows: int) -> list[int]:
+    """The decode row counts worth having from the start on a lane beside others."""
+    powers = [2**power for power in range(max_rows.bit_length())]
+    return sorted({*powers, max_rows})
+
+
 def table_widths(max_blocks: int) -> list[int]:
     """Table widths with graphs."""
     return sorted({min(FIRST_BLOCKS, max_blocks), max_blocks})
+
+
+class LaneWork(NamedTuple):
+    """What the steps of a lane may hold."""
+
+    prefill: bool = True
+    decode: bool = True
+    coarse: bool = False
+    """Begin with few shapes: the lane is one of several for the same work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSizes:
+    """The sizes that the graphs of a lane come in, sorted; an empty list: it does no such work.
+
+    Args:
+        decode: rows of steady decode steps.
+        riding: decode rows of steps with chunks.
+        chunks: tokens of steps with chunks.
+        most_chunks: chunk rows of these.
+        sample: rows and masks of samples.
+        widths: blocks of the tables.
+        common: shapes worth having before the first request, largest first, so that the others fit
+            into the memory that these took. They cover every usual step.
+    """
+
+    decode: list[int]
+    riding: list[int]
+    chunks: list[int]
+    most_chunks: int
+    sample: list[int]
+    widths: list[int]
+    common: list[StepShape]
+
+    @classmethod
+    def of(cls, work: LaneWork, *, max_rows: int, max_tokens: int, max_blocks: int) -> GraphSizes:
+        """The sizes of a lane.
+
+        Args:
+            work: what the lane does.
+            max_rows: slots of the engine.
+            max_tokens: most tokens of a step.
+            max_blocks: blocks of the longest context.
+        """
+        prefill, decode, coarse = work
+        most_chunks = min(MOST_CHUNKS, max_rows)
+        widths = table_widths(max_blocks)
+        riding = (riding_sizes(max_rows) if decode else [0]) if prefill else []
+        mixed = [
+            StepShape(rows, tokens, most_chunks, widths[0], DRAWS)
+            for tokens in coarse_chunk_sizes(max_tokens)
+            for rows in riding
+            if rows <= tokens
+        ]
+        steady = [
+            StepShape(rows, 0, 0, widths[0], features)
+            for features in ((DRAWS,) if coarse else (SamplerFeature(0), DRAWS))
+            for rows in (coarse_decode_sizes if coarse else decode_sizes)(max_rows)
+            if decode
+        ]
+        return cls(
+            decode=decode_sizes(max_rows) if decode else [],
+            riding=riding,
+            chunks=chunk_sizes(max_tokens),
+            most_chunks=most_chunks,
+            sample=sample_sizes(max_rows + most_chunks),
+            widths=widths,
+            common=sorted(mixed, reverse=True) + sorted(steady, reverse=True),
+        )
 
 
 def at_least(sizes: list[int], size: int) -> int | None:

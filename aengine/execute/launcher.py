@@ -27,7 +27,7 @@ class StepOutput(Protocol):
 
 
 class Launcher(Protocol):
-    """Launches steps. Called in launch order, one stream at a time."""
+    """Launches steps of a lane, in order. Lanes of one engine share its slots."""
 
     vocab_size: int
 

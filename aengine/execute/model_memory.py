@@ -51,7 +51,7 @@ class LoadedMemory:
             ConfigError: captured graphs hold its addresses.
         """
         self._refuse_graphs("sleep")
-        self._runner.rebind(_NoCache(self._runner.vocab_size))
+        self._runner.rebind(lambda: _NoCache(self._runner.vocab_size))
         self._kv_cache.clear()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -59,7 +59,7 @@ class LoadedMemory:
     def make_kv(self) -> None:
         """Make the KV cache again, as large as it was."""
         self._kv_cache += self._weights.spec.allocate(self._num_blocks, self._device)
-        self._runner.rebind(self._weights.bind(self._kv_cache))
+        self._runner.rebind(lambda: self._weights.bind(self._kv_cache))
 
     def read(self, model: str) -> LoadedFiles:
         """Open other weights of the same network; changes nothing.
@@ -96,7 +96,7 @@ class LoadedMemory:
 
     def use(self, weights: LoadedWeights) -> None:
         """Compute with these weights from the next step on."""
-        self._runner.rebind(weights.bind(self._kv_cache))
+        self._runner.rebind(lambda: weights.bind(self._kv_cache))
         self._weights = weights
 
     def _refuse_graphs(self, wish: str) -> None:

@@ -94,10 +94,10 @@ class RunnerOutput:
 
 
 class ModelRunner:
-    """Launches steps of one model.
+    """Launches steps of one model on one lane.
 
     Args:
-        forward: the model with its KV cache.
+        forward: the model with its KV cache, and with the workspaces of this lane.
         sampler: chooses tokens, holds the FutureMap.
         builder: makes tensors of plans.
     """
@@ -109,15 +109,28 @@ class ModelRunner:
         self._builder = builder
         self._requests: dict[int, Request] = {}
         self._graphs: StepGraphs | None = None
+        self._beside: list[ModelRunner] = []
 
-    def rebind(self, forward: Forward) -> None:
-        """Compute with this from the next step on. No step may be in flight."""
-        self._forward = forward
+    def beside(self, forward: Forward) -> ModelRunner:
+        """A launcher of another lane, for the same slots."""
+        other = ModelRunner(forward, self._sampler, self._builder)
+        other._requests = self._requests
+        self._beside.append(other)
+        return other
+
+    def rebind(self, bind: Callable[[], Forward]) -> None:
+        """Compute with what `bind` gives from the next step on; it is called once for each lane.
+
+        No step may be in flight.
+        """
+        self._forward = bind()
+        for other in self._beside:
+            other.rebind(bind)
 
     @property
     def has_graphs(self) -> bool:
         """Whether captured graphs hold addresses of weights and KV cache."""
-        return self._graphs is not None
+        return self._graphs is not None or any(other.has_graphs for other in self._beside)
 
     def use_graphs(self, graphs: StepGraphs) -> None:
         """Launch the steps that these graphs can do as graphs from now on."""
@@ -141,8 +154,9 @@ class ModelRunner:
         return self._graphs.finish(step, rows, bitmask)
 
     def chore(self) -> Callable[[], None] | None:
-        """See `Launcher.chore`."""
-        return None if self._graphs is None else self._graphs.chore()
+        """See `Launcher.chore`; those of the lanes beside this one are among them."""
+        own = None if self._graphs is None else self._graphs.chore()
+        return own or next((c for other in self._beside if (c := other.chore())), None)
 
     def run(self, plan: StepPlan) -> RunnerOutput:
         """Forward, sample every sampling row, start the copy to the host."""

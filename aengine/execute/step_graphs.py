@@ -17,18 +17,11 @@ from aengine.batch import StepResult, TokenLogprobs
 from aengine.device.future import DeviceFuture
 from aengine.execute.graph_shapes import (
     DRAWS,
-    MOST_CHUNKS,
     TOP_COUNTS,
     ResultLayout,
     SampleShape,
     StepShape,
     at_least,
-    chunk_sizes,
-    coarse_chunk_sizes,
-    decode_sizes,
-    riding_sizes,
-    sample_sizes,
-    table_widths,
 )
 from aengine.execute.packing import MixedPacker, pack_decode, pack_sample, places_of
 from aengine.execute.sampler import no_token
@@ -41,6 +34,7 @@ if TYPE_CHECKING:
 
     from aengine.batch import StepPlan
     from aengine.device.completions import HostCompletion
+    from aengine.execute.graph_shapes import GraphSizes
     from aengine.execute.launcher import StepOutput
     from aengine.execute.sampler import Sampler
 
@@ -90,10 +84,8 @@ class StepGraphs:
         capture: makes them.
         sampler: whose slots are sampled.
         make_staging: pinned memory for one step; made anew when all there is is in flight.
+        sizes: of the graphs.
         in_flight: steps that are launched before the oldest has settled.
-        max_rows: slots of the engine.
-        max_tokens: most tokens of a step.
-        max_blocks: blocks of the longest context.
         block_size: tokens of a KV block.
     """
 
@@ -102,23 +94,17 @@ class StepGraphs:
         capture: Capture,
         sampler: Sampler,
         make_staging: Callable[[], Staging],
+        sizes: GraphSizes,
         *,
         in_flight: int,
-        max_rows: int,
-        max_tokens: int,
-        max_blocks: int,
         block_size: int,
     ) -> None:
         self._capture = capture
         self._sampler = sampler
         self._make_staging = make_staging
-        self._packer = MixedPacker(block_size=block_size, max_model_len=max_blocks * block_size)
-        self._decode_sizes = decode_sizes(max_rows)
-        self._riding_sizes = riding_sizes(max_rows)
-        self._chunk_sizes = chunk_sizes(max_tokens)
-        self._chunks = min(MOST_CHUNKS, max_rows)
-        self._sample_sizes = sample_sizes(max_rows + self._chunks)
-        self._widths = table_widths(max_blocks)
+        longest = sizes.widths[-1] * block_size
+        self._packer = MixedPacker(block_size=block_size, max_model_len=longest)
+        self._sizes = sizes
         self._graphs: dict[Shape, GraphLaunch] = {}
         self._chosen: dict[Shape, Shape | None] = {}
         self._wanted: dict[Shape, None] = {}
@@ -129,25 +115,6 @@ class StepGraphs:
     def captured(self) -> int:
         """How many graphs there are."""
         return len(self._graphs)
-
-    def common_shapes(self) -> list[StepShape]:
-        """Shapes worth having before the first request: they cover every usual step.
-
-        The largest come first, so that the others fit into the memory that these took.
-        """
-        width = self._widths[0]
-        mixed = [
-            StepShape(rows, tokens, self._chunks, width, DRAWS)
-            for tokens in coarse_chunk_sizes(self._chunk_sizes[-1])
-            for rows in self._riding_sizes
-            if rows <= tokens
-        ]
-        steady = [
-            StepShape(rows, 0, 0, width, features)
-            for features in (SamplerFeature(0), DRAWS)
-            for rows in self._decode_sizes
-        ]
-        return sorted(mixed, reverse=True) + sorted(steady, reverse=True)
 
     def capture(self, shapes: Iterable[Shape]) -> None:
         """Capture graphs; any thread, one at a time.
@@ -204,8 +171,8 @@ class StepGraphs:
             return None
         forward = tight._replace(features=SamplerFeature(0), top=0, samples=False)
         chosen = self._choose(forward)
-        rows = at_least(self._sample_sizes, (chosen or forward).rows)
-        masks = at_least(self._sample_sizes, len(plan.constrained))
+        rows = at_least(self._sizes.sample, (chosen or forward).rows)
+        masks = at_least(self._sizes.sample, len(plan.constrained))
         if rows is None or masks is None:
             return None
         sample = self._choose(SampleShape(rows, masks, tight.features, tight.top))
@@ -267,23 +234,23 @@ class StepGraphs:
         if plan.prompt_logprob_rows or plan.forced:
             return None
         chunks, tokens = plan.num_rows - plan.num_decode, len(plan.prefill_token_ids)
-        if chunks > self._chunks:
+        if chunks > self._sizes.most_chunks:
             return None
         features, top = self._sampling(plan)
         if features & SamplerFeature.EXTRAS or top is None:
             return None
-        blocks = at_least(self._widths, plan.block_tables.shape[1])
-        sizes = self._riding_sizes if chunks else self._decode_sizes
+        blocks = at_least(self._sizes.widths, plan.block_tables.shape[1])
+        sizes = self._sizes.riding if chunks else self._sizes.decode
         decode = at_least(sizes, plan.num_decode)
         if decode is None:
             return None
         # A step's tokens lie end to end, but its decode rows need room for as many as they may be.
         total = max(plan.num_decode + tokens, decode)
-        size = at_least(self._chunk_sizes, total) if chunks else 0
+        size = at_least(self._sizes.chunks, total) if chunks else 0
         if blocks is None or size is None:
             return None
         if chunks:
-            return StepShape(decode, size, self._chunks, blocks, features | DRAWS, top)
+            return StepShape(decode, size, self._sizes.most_chunks, blocks, features | DRAWS, top)
         return StepShape(decode, 0, 0, blocks, features, top)
 
     def _sampling(self, plan: StepPlan) -> tuple[SamplerFeature, int | None]:

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aengine import Engine, SamplingParams, StructuredOutput
+from aengine.batch import LaneKind
 from aengine.engine import delayed
 from tests.model.test_files import write_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from aengine.batch import SmPartition
+    from aengine.policy.mux import MuxLoad
 
 PROMPTS = [[5, 9, 200], list(range(40)), [7] * 17, [1, 2]]
 KINDS: dict[str, list[dict[str, Any]]] = {
@@ -94,6 +98,40 @@ def test_masked_rows_are_graphs_too(options: dict[str, Any], tmp_path: Path) -> 
         patch.setattr(delayed, "SHORTEST_JUMP", 10**6)  # another way of sampling, tested elsewhere
         want = asyncio.run(ask("cpu", 1))
         assert asyncio.run(ask("cuda", 8)) == want * 8
+
+
+class EachInTurn:
+    """Another partition at each call, all of the device's in turn, contended or not."""
+
+    def __init__(self) -> None:
+        self.used: set[LaneKind] = set()
+        self._calls = 0
+
+    def select(self, load: MuxLoad) -> SmPartition:
+        self._calls += 1
+        chosen = load.lanes.all[self._calls % len(load.lanes.all)]
+        self.used.add(chosen.kind)
+        return chosen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("kind", ["greedy", "everything"])
+def test_two_lanes_on_the_gpu_give_the_cpus_tokens(kind: str, graphs: bool, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    policy = EachInTurn()
+    mine = answers(
+        path,
+        KINDS[kind],
+        device="cuda",
+        cuda_graphs=graphs,
+        mux=policy,
+        max_num_batched_tokens=32,
+        max_num_seqs=8,
+    )
+    theirs = answers(path, KINDS[kind], device="cpu")
+    assert [each.token_ids for each in mine] == [each.token_ids for each in theirs]
+    assert policy.used == {LaneKind.PLAIN, LaneKind.PRIORITY, LaneKind.GREEN}
 
 
 @pytest.mark.gpu

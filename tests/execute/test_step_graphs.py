@@ -15,6 +15,8 @@ from aengine.batch import ForcedTokens, SlotInit, StepPlan
 from aengine.errors import DeviceError, GenerationError
 from aengine.execute.graph_shapes import (
     DRAWS,
+    GraphSizes,
+    LaneWork,
     MixedLayout,
     ResultLayout,
     SampleLayout,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 VOCABULARY, SLOTS, TOKENS, PAGE = 50, 20, 64, 4
 NONE = SamplerFeature(0)
+EVERYTHING = LaneWork()
 
 
 class FakeStaging:
@@ -75,7 +78,7 @@ class FakeLaunch:
 class Lane:
     """A lane without a device."""
 
-    def __init__(self, max_blocks: int = 8) -> None:
+    def __init__(self, max_blocks: int = 8, work: LaneWork = EVERYTHING) -> None:
         self.memory: dict[int, np.ndarray[Any, Any]] = {}
         self.launched: list[tuple[Any, np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self.made = 0
@@ -85,10 +88,8 @@ class Lane:
             self.capture,
             self.sampler,
             self.staging,
+            GraphSizes.of(work, max_rows=SLOTS, max_tokens=TOKENS, max_blocks=max_blocks),
             in_flight=1,
-            max_rows=SLOTS,
-            max_tokens=TOKENS,
-            max_blocks=max_blocks,
             block_size=PAGE,
         )
 
@@ -309,6 +310,50 @@ def test_the_sizes_from_the_start_cover_all_at_twice_the_work(most: int, size: i
     assert set(coarse) <= set(chunk_sizes(most))
     if 64 <= size <= most:
         assert next(each for each in coarse if each >= size) <= 2 * size + 512
+
+
+@given(rows=st.integers(1, 600), tokens=st.integers(1, 9000), blocks=st.integers(1, 900))
+def test_the_common_shapes_of_a_lane_are_of_its_work(rows: int, tokens: int, blocks: int) -> None:
+    def common(*work: bool) -> list[StepShape]:
+        sizes = GraphSizes.of(LaneWork(*work), max_rows=rows, max_tokens=tokens, max_blocks=blocks)
+        return sizes.common
+
+    everything = common()
+    prefill, decode = common(True, False, True), common(False, True, True)
+    assert prefill
+    assert all(shape.tokens and not shape.decode for shape in prefill)
+    assert decode
+    assert all(shape.decode and not shape.tokens for shape in decode)
+    assert set(decode) <= set(everything), "what ran on one lane is set up for the others"
+    assert max(shape.decode for shape in decode) == rows
+    assert max(shape.tokens for shape in prefill) == tokens
+    assert max(shape.tokens for shape in everything) == tokens or tokens < 16
+
+
+def test_a_lane_for_prefill_alone_takes_steps_without_decode_rows() -> None:
+    lane = Lane(work=LaneWork(decode=False, coarse=True))
+    chunks: dict[str, Any] = {
+        "num_decode": 0,
+        "starts": np.array([0, 4], dtype=np.int32),
+        "lengths": np.array([5, 3], dtype=np.int32),
+        "prefill_token_ids": np.arange(30, 38, dtype=np.int32),
+        "slot_inits": (init_of(9), init_of(5)),
+    }
+    plan = plan_of([9, 5], **chunks)
+    assert lane.graphs.replay(plan) is None
+    lane.do_chores()
+    future = lane.graphs.replay(plan)
+    assert future is not None
+    shape, packed, result = lane.launched[0]
+    assert (shape.decode, shape.tokens, shape.rows) == (0, 32, 20)
+    at = MixedLayout.of(shape)
+    assert packed[at.query_start : at.query_start + 4].tolist() == [0, 5, 8, 8]
+    assert packed[at.slots : at.slots + 3].tolist() == [9, 5, 0]
+    assert packed[at.token_ids : at.token_ids + 9].tolist() == [*range(30, 38), 0]
+    result[:20] = np.arange(20) + 60
+    assert future.handle().to_host().token_ids == [60, 61]
+    assert lane.graphs.replay(plan_of([9, 5])) is None, "decode is another lane's work"
+    assert lane.graphs.chore() is None
 
 
 def test_a_larger_graph_does_until_the_tight_one_is_there() -> None:

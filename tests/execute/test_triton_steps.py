@@ -23,7 +23,13 @@ pytest.importorskip("triton")
 from aengine.config import SchedulerConfig
 from aengine.device.future import DeviceFuture
 from aengine.execute.forward import TorchForward
-from aengine.execute.graph_shapes import ResultLayout, SampleShape, largest_shape
+from aengine.execute.graph_shapes import (
+    GraphSizes,
+    LaneWork,
+    ResultLayout,
+    SampleShape,
+    largest_shape,
+)
 from aengine.execute.inputs import InputBuilder
 from aengine.execute.runner import ModelRunner
 from aengine.execute.sampler import Sampler
@@ -32,6 +38,7 @@ from aengine.model.attention import TorchBackend
 from aengine.model.causal_lm import CausalLM
 from aengine.model.config import ModelConfig
 from aengine.model.registry import decoder_spec
+from aengine.policy.planning import Work
 from aengine.policy.scheduler import Scheduler
 from aengine.request import Request, SamplingParams, StructuredOutput
 from tests.model.checkpoints import random_checkpoint
@@ -113,7 +120,7 @@ def network() -> ModelConfig:
     return ModelConfig.from_hf({**SIZES, "architectures": ["LlamaForCausalLM"]})
 
 
-def graph_runner(runs: Counter[str]) -> tuple[ModelRunner, StepGraphs]:
+def graph_runners(runs: Counter[str], *, lanes: bool) -> dict[Work, ModelRunner]:
     from aengine.execute.step_program import StepProgram
     from aengine.kernels import triton_sampling
     from aengine.model.triton_backend import TritonBackend, triton_ops
@@ -127,31 +134,44 @@ def graph_runner(runs: Counter[str]) -> tuple[ModelRunner, StepGraphs]:
         max_model_len=LENGTH,
         ops=triton_ops(),
     )
-    backend = TritonBackend(model, max_rows=ROWS, context_hint=LENGTH, device=DEVICE)
     cache = make_cache(2, 2, 16, device=str(DEVICE), blocks=BLOCKS + 1)
-    forward = TorchForward(model, cache, backend)
     sampler = Sampler(
         max_num_seqs=ROWS, vocab_size=VOCABULARY, device=DEVICE, kernels=triton_sampling
     )
     limits = {"max_rows": ROWS, "max_tokens": TOKENS, "max_blocks": LENGTH // PAGE}
-    program = StepProgram(
-        forward,
-        sampler,
-        block_size=PAGE,
-        largest=largest_shape(**limits),
-        max_context_len=LENGTH,
-    )
-    graphs = StepGraphs(
-        lambda shape: Launch(program, shape, runs),
-        sampler,
-        lambda: Memory(program),
-        in_flight=1,
-        block_size=PAGE,
-        **limits,
-    )
-    runner = ModelRunner(forward, sampler, InputBuilder(block_size=PAGE, device=DEVICE))
-    runner.use_graphs(graphs)
-    return runner, graphs
+
+    def lane(runner: ModelRunner, forward: TorchForward, work: LaneWork) -> ModelRunner:
+        program = StepProgram(
+            forward,
+            sampler,
+            block_size=PAGE,
+            largest=largest_shape(**limits),
+            max_context_len=LENGTH,
+        )
+        graphs = StepGraphs(
+            lambda shape: Launch(program, shape, runs),
+            sampler,
+            lambda: Memory(program),
+            GraphSizes.of(work, **limits),
+            in_flight=1,
+            block_size=PAGE,
+        )
+        runner.use_graphs(graphs)
+        return runner
+
+    def forward() -> TorchForward:
+        backend = TritonBackend(model, max_rows=ROWS, context_hint=LENGTH, device=DEVICE)
+        return TorchForward(model, cache, backend)
+
+    mine = forward()
+    runner = ModelRunner(mine, sampler, InputBuilder(block_size=PAGE, device=DEVICE))
+    if not lanes:
+        return {Work.ALL: lane(runner, mine, LaneWork())}
+    other = forward()
+    return {
+        Work.DECODE: lane(runner, mine, LaneWork(prefill=False)),
+        Work.PREFILL: lane(runner.beside(other), other, LaneWork(decode=False, coarse=True)),
+    }
 
 
 def mask(seq_id: int, position: int) -> Any:
@@ -178,10 +198,12 @@ def run_step(runner: ModelRunner, plan: StepPlan) -> StepResult:
     ).to_host()
 
 
-def answers(runner: ModelRunner, graphs: StepGraphs | None) -> dict[int, list[Any]]:
+def answers(
+    runners: dict[Work, ModelRunner], kinds: Sequence[dict[str, Any]]
+) -> dict[int, list[Any]]:
     scheduler = Scheduler(SETTINGS, num_blocks=BLOCKS, max_model_len=LENGTH)
     found: dict[int, list[Any]] = {}
-    for index, params in enumerate(KINDS * 2):
+    for index, params in enumerate(kinds):
         request = Request(
             seq_id=index + 1,
             request_id=str(index),
@@ -191,29 +213,34 @@ def answers(runner: ModelRunner, graphs: StepGraphs | None) -> dict[int, list[An
         )
         scheduler.add(request, 0.0)
     for now in range(400):
-        plan = scheduler.schedule(float(now))
-        if plan is None:
+        plans = [(each, scheduler.schedule(float(now), work)) for work, each in runners.items()]
+        for runner, plan in plans:
+            if plan is None:
+                continue
+            for update in scheduler.update(run_step(runner, plan), float(now)):
+                assert update.error is None
+                rows = found.setdefault(update.seq_id, [])
+                logprobs = update.logprobs or [None] * len(update.token_ids)
+                rows.extend(zip(update.token_ids, logprobs, strict=True))
+            while (chore := runner.chore()) is not None:
+                chore()
+        if not any(plan for _, plan in plans):
             break
-        for update in scheduler.update(run_step(runner, plan), float(now)):
-            assert update.error is None
-            rows = found.setdefault(update.seq_id, [])
-            logprobs = update.logprobs or [None] * len(update.token_ids)
-            rows.extend(zip(update.token_ids, logprobs, strict=True))
-        while graphs is not None and (chore := graphs.chore()) is not None:
-            chore()
     assert not scheduler.num_running
     return found
 
 
 @pytest.mark.gpu
-def test_steps() -> None:
-    compare()
+@pytest.mark.parametrize("lanes", [False, True], ids=["one loop", "two lanes"])
+def test_steps(lanes: bool) -> None:
+    compare(lanes=lanes)
 
 
-def compare() -> None:
+def compare(*, lanes: bool) -> None:
     runs: Counter[str] = Counter()
-    runner, graphs = graph_runner(runs)
-    mine, theirs = answers(runner, graphs), answers(eager_runner(), None)
+    kinds = KINDS[2:5] if lanes else KINDS * 2
+    mine = answers(graph_runners(runs, lanes=lanes), kinds)
+    theirs = answers({Work.ALL: eager_runner()}, kinds)
     assert set(runs) == {"decode", "mixed", "sample"}, runs
     assert mine.keys() == theirs.keys()
     for seq_id, rows in theirs.items():
@@ -245,5 +272,6 @@ def test_interpreted() -> None:
 
 
 if __name__ == "__main__":
-    compare()
+    compare(lanes=False)
+    compare(lanes=True)
     sys.stdout.write("equal\n")

@@ -14,6 +14,7 @@ from aengine.device.cuda_point import CudaCompletion
 from aengine.device.cuda_stream import CudaStream, loss_error
 from aengine.device.cuda_wait import CONTENDED, CudaPort
 from aengine.device.driver import (
+    CAPTURING,
     EVENT_BLOCKING_SYNC,
     EVENT_DEFAULT,
     NOT_READY,
@@ -249,7 +250,7 @@ class CudaDevice:
         """Ask the driver whether the context is still good."""
         for stream in list(self._streams.values()):
             code = stream.query()
-            if code not in (0, NOT_READY):
+            if code not in (0, NOT_READY, *CAPTURING):
                 self.lose(self.driver.name_of(code))
                 return
 

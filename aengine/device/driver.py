@@ -29,6 +29,8 @@ HOST_ALLOC_PORTABLE_MAPPED = 3
 PAGE = 4096
 STICKY = frozenset({4, 46, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721})
 """Results after which the context is of no more use (illegal address, launch failure, ECC ...)."""
+CAPTURING = range(900, 910)
+"""Results that speak of a graph being captured, not of the context."""
 
 _HANDLE = ctypes.c_void_p
 _INT = ctypes.c_int

@@ -120,21 +120,25 @@ def _plain(device: Device, forward: Stream, total: int) -> LanePair:
 
 
 def _cuda_lanes(device: CudaDevice, forward: Stream, decode_counts: Sequence[int] | None) -> Lanes:
-    found = probe(device.driver, device.index)
+    driver = device.driver
+    give_back: list[Callable[[], None]] = []
+    found = probe(driver, device.index)
     pairs = [_plain(device, forward, found.sms)]
     if found.priorities:
-        first = device.stream("decode-first", priority=HIGH_PRIORITY)
+        with device.current():
+            # None of the device's own: it must not be asked how it is doing while it captures.
+            capture = driver.take_stream(device.context, HIGH_PRIORITY)
+        give_back.append(lambda: driver.return_stream(capture, device.context, HIGH_PRIORITY))
         pairs.append(
             LanePair(
                 partition=SmPartition(kind=LaneKind.PRIORITY, prefill=found.sms, decode=found.sms),
                 prefill=pairs[0].prefill,
-                decode=first,
-                decode_capture=device.stream("capture", priority=HIGH_PRIORITY).handle,
+                decode=device.stream("decode-first", priority=HIGH_PRIORITY),
+                decode_capture=capture,
             )
         )
-    give_back: list[Callable[[], None]] = []
     for partition in found.choose(decode_counts):
-        handles = take_pair(device.driver, device.index, partition)
+        handles = take_pair(driver, device.index, partition)
         pairs.append(
             LanePair(
                 partition=partition,
@@ -146,7 +150,7 @@ def _cuda_lanes(device: CudaDevice, forward: Stream, decode_counts: Sequence[int
         )
 
         def idle(partition: SmPartition = partition, handles: PairHandles = handles) -> None:
-            return_pair(device.driver, device.index, partition, handles)
+            return_pair(driver, device.index, partition, handles)
 
         give_back.append(idle)
     return Lanes(pairs=pairs, why=str(found), give_back=give_back)

@@ -1,13 +1,15 @@
 """Where a decode step's time goes on a GPU: the captured step of some sizes, kernel by kernel.
 
-    python benchmarks/gpu_profile.py [ROWS:CONTEXT | prefill:TOKENS ...]
+    [SMS=N] python benchmarks/gpu_profile.py [ROWS:CONTEXT | prefill:TOKENS ...]
 
 Same model as benchmarks/gpu.py. Prints the time of a replay (events around 30 of them) and what the
-profiler says of the kernels in it; for `prefill` that of an eager step with one new prompt.
+profiler says of the kernels in it; for `prefill` that of an eager step with one new prompt. With
+`SMS` decode steps run on the lane of that many multiprocessors.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -19,6 +21,7 @@ import torch
 from aengine.config import EngineConfig
 from aengine.device.cuda import CudaDevice
 from aengine.device.graphs import GraphPool
+from aengine.device.lanes import open_lanes
 from aengine.execute.graph_shapes import StepShape, largest_shape
 from aengine.execute.loader import load_model
 from aengine.execute.packing import HEADER
@@ -77,6 +80,7 @@ def prefill_batch(tokens: int) -> ForwardBatch:
 
 
 def main() -> None:
+    sms = int(os.environ.get("SMS", "0"))
     wanted = sys.argv[1:] or ["1:256", "32:1152", "256:1152", "prefill:4096"]
     prefills = [int(a.removeprefix("prefill:")) for a in wanted if a.startswith("prefill:")]
     sizes = [tuple(map(int, a.split(":"))) for a in wanted if a[0] != "p"]
@@ -110,6 +114,10 @@ def main() -> None:
             print(f"== prefill of {tokens}: {step:.2f} ms, {tokens / step * 1e3:.0f} tokens/s")
             show(lambda batch=batch: model.forward(batch), 2)
         pool = GraphPool(device)
+        if sms:
+            pair = open_lanes(device, stream, cores=0, decode_counts=[sms]).pairs[-1]
+            pool, stream = GraphPool(device, pair.decode_capture), pair.decode
+            print(f"on {pair.partition.decode} SMs")
         for rows, context in sizes:
             shape = StepShape(rows, 0, 0, 128, SamplerFeature(0))
             packed = program.packed[: rows * (HEADER + 128)].view(rows, -1)

@@ -62,7 +62,7 @@ def load_on_gpu(
                 model.runner.use_graphs(graphs)
     if lanes is None:
         return model, launchers
-    done = {LaneWork(prefill=False, coarse=True)}  # the steps above are among them
+    done = {LaneWork(prefill=False, few=True)}  # the steps above are among them
     for lane, capture, work in _others(lanes, stream):
         # The weights and what was computed so far were the work of `stream`.
         lane.wait(stream.record())
@@ -96,8 +96,8 @@ def _others(lanes: Lanes, stream: CudaStream) -> Iterator[tuple[CudaStream, int 
     seen: set[object] = {stream}
     for pair in lanes.pairs:
         for lane, capture, work in (
-            (pair.prefill, pair.prefill_capture, LaneWork(decode=False, coarse=True)),
-            (pair.decode, pair.decode_capture, LaneWork(prefill=False, coarse=True)),
+            (pair.prefill, pair.prefill_capture, LaneWork(decode=False, few=True)),
+            (pair.decode, pair.decode_capture, LaneWork(prefill=False, few=True)),
         ):
             if lane not in seen:
                 seen.add(lane)

@@ -21,6 +21,9 @@ TOP_COUNTS = (0, 5, 20)
 """Most likely tokens that a graph gives log-probabilities of; a request for more runs eagerly."""
 DRAWS = SamplerFeature.RANDOM | SamplerFeature.TRUNCATED
 """One graph for both: a row that truncates nothing pays next to nothing."""
+NEARLY = 1.25
+"""Times the work of a step that a graph may do instead of one captured for it: a capture takes the
+interpreter for tens of milliseconds, and memory that it asks for waits for the device."""
 REALS, INTS = 6, 2
 """64-bit sampling parameters of a slot, as in `SlotTable`."""
 
@@ -56,6 +59,11 @@ class StepShape(NamedTuple):
         """Orders shapes that cover a step by what they cost it."""
         return self.all_tokens, int(self.features)
 
+    def nearly(self, other: StepShape) -> bool:
+        """Whether a graph of this shape, which covers the other, wastes too little on its steps to
+        be worth a capture beside running ones."""
+        return self.all_tokens <= NEARLY * other.all_tokens and self.blocks == other.blocks
+
     def covers(self, other: StepShape) -> bool:
         """Whether a graph of this shape does the steps of the other (of the same kind)."""
         return (
@@ -81,6 +89,10 @@ class SampleShape(NamedTuple):
     def cost(self) -> tuple[int, int]:
         """Orders shapes that cover a sample by what they cost it."""
         return self.rows + self.masks, int(self.features)
+
+    def nearly(self, other: SampleShape) -> bool:
+        """As that of `StepShape`."""
+        return self == other
 
     def covers(self, other: SampleShape) -> bool:
         """Whether a graph of this shape does the samples of the other."""
@@ -216,12 +228,6 @@ def coarse_chunk_sizes(max_tokens: int) -> list[int]:
     return sorted({next(size for size in fine if size >= coarse) for coarse in sizes})
 
 
-def coarse_decode_sizes(max_rows: int) -> list[int]:
-    """The decode row counts worth having from the start on a lane beside others."""
-    powers = [2**power for power in range(max_rows.bit_length())]
-    return sorted({*powers, max_rows})
-
-
 def table_widths(max_blocks: int) -> list[int]:
     """Table widths with graphs."""
     return sorted({min(FIRST_BLOCKS, max_blocks), max_blocks})
@@ -232,8 +238,8 @@ class LaneWork(NamedTuple):
 
     prefill: bool = True
     decode: bool = True
-    coarse: bool = False
-    """Begin with few shapes: the lane is one of several for the same work."""
+    few: bool = False
+    """Few shapes: the lane is one of several for the same work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +253,7 @@ class GraphSizes:
         most_chunks: chunk rows of these.
         sample: rows and masks of samples.
         widths: blocks of the tables.
+        least: features that every graph has: where shapes are few, they do for more steps.
         common: shapes worth having before the first request, largest first, so that the others fit
             into the memory that these took. They cover every usual step.
     """
@@ -257,6 +264,7 @@ class GraphSizes:
     most_chunks: int
     sample: list[int]
     widths: list[int]
+    least: SamplerFeature
     common: list[StepShape]
 
     @classmethod
@@ -269,7 +277,7 @@ class GraphSizes:
             max_tokens: most tokens of a step.
             max_blocks: blocks of the longest context.
         """
-        prefill, decode, coarse = work
+        prefill, decode, few = work
         most_chunks = min(MOST_CHUNKS, max_rows)
         widths = table_widths(max_blocks)
         riding = (riding_sizes(max_rows) if decode else [0]) if prefill else []
@@ -281,8 +289,8 @@ class GraphSizes:
         ]
         steady = [
             StepShape(rows, 0, 0, widths[0], features)
-            for features in ((DRAWS,) if coarse else (SamplerFeature(0), DRAWS))
-            for rows in (coarse_decode_sizes if coarse else decode_sizes)(max_rows)
+            for features in ((DRAWS,) if few else (SamplerFeature(0), DRAWS))
+            for rows in decode_sizes(max_rows)
             if decode
         ]
         return cls(
@@ -292,6 +300,7 @@ class GraphSizes:
             most_chunks=most_chunks,
             sample=sample_sizes(max_rows + most_chunks),
             widths=widths,
+            least=DRAWS if few else SamplerFeature(0),
             common=sorted(mixed, reverse=True) + sorted(steady, reverse=True),
         )
 

@@ -221,13 +221,14 @@ class StepGraphs:
 
     def _choose(self, tight: S) -> S | None:
         """The graph for work whose tightest shape is given; None: there is none yet."""
-        if tight not in self._graphs and tight not in self._refused:
-            self._wanted[tight] = None
         if tight not in self._chosen:
             kind = type(tight)
             fitting = [s for s in list(self._graphs) if isinstance(s, kind) and s.covers(tight)]
             self._chosen[tight] = min(fitting, key=lambda s: s.cost, default=None)
-        return cast("S | None", self._chosen[tight])
+        chosen = cast("S | None", self._chosen[tight])
+        if tight not in self._refused and (chosen is None or not chosen.nearly(tight)):
+            self._wanted[tight] = None
+        return chosen
 
     def _tight(self, plan: StepPlan) -> StepShape | None:
         """The tightest shape that can do this step, captured or not."""
@@ -237,6 +238,7 @@ class StepGraphs:
         if chunks > self._sizes.most_chunks:
             return None
         features, top = self._sampling(plan)
+        features |= self._sizes.least
         if features & SamplerFeature.EXTRAS or top is None:
             return None
         blocks = at_least(self._sizes.widths, plan.block_tables.shape[1])

@@ -331,7 +331,7 @@ def test_the_common_shapes_of_a_lane_are_of_its_work(rows: int, tokens: int, blo
 
 
 def test_a_lane_for_prefill_alone_takes_steps_without_decode_rows() -> None:
-    lane = Lane(work=LaneWork(decode=False, coarse=True))
+    lane = Lane(work=LaneWork(decode=False, few=True))
     chunks: dict[str, Any] = {
         "num_decode": 0,
         "starts": np.array([0, 4], dtype=np.int32),
@@ -364,6 +364,27 @@ def test_a_larger_graph_does_until_the_tight_one_is_there() -> None:
     lane.do_chores()
     assert lane.graphs.replay(plan_of([1])) is not None
     assert [shape for shape, *_ in lane.launched] == [steady(16, DRAWS), steady(1)]
+
+
+def test_a_graph_that_nearly_fits_is_good_enough() -> None:
+    """A capture beside running steps costs them more than a little padding."""
+    lane = Lane()
+    slots = list(range(1, 17))
+    for slot in slots:
+        lane.admit(slot)
+    lane.graphs.capture([steady(20, DRAWS)])
+    assert lane.graphs.replay(plan_of(slots)) is not None
+    assert lane.graphs.chore() is None
+    assert lane.graphs.replay(plan_of(slots[:8])) is not None
+    assert lane.graphs.chore() is not None, "12 rows of padding are too much"
+
+
+def test_a_lane_of_few_shapes_wants_none_without_draws() -> None:
+    lane = Lane(work=LaneWork(prefill=False, few=True))
+    lane.admit(1)
+    assert lane.graphs.replay(plan_of([1])) is None
+    lane.do_chores()
+    assert [shape.features for shape in lane.graphs._graphs] == [DRAWS]
 
 
 def test_chunks_ride_with_decode_rows() -> None:

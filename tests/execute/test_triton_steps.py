@@ -170,7 +170,7 @@ def graph_runners(runs: Counter[str], *, lanes: bool) -> dict[Work, ModelRunner]
     other = forward()
     return {
         Work.DECODE: lane(runner, mine, LaneWork(prefill=False)),
-        Work.PREFILL: lane(runner.beside(other), other, LaneWork(decode=False, coarse=True)),
+        Work.PREFILL: lane(runner.beside(other), other, LaneWork(decode=False, few=True)),
     }
 
 

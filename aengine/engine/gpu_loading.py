@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from aengine.execute.launcher import Launcher
     from aengine.execute.loader import LoadedModel
     from aengine.model.files import LoadedFiles
+
+logger = logging.getLogger("aengine")
 
 
 def load_on_gpu(
@@ -45,14 +48,19 @@ def load_on_gpu(
     from aengine.execute.cuda_capture import capture_common, warm_up_prefill
     from aengine.execute.graph_shapes import LaneWork
     from aengine.execute.loader import load_model
+    from aengine.execute.memory import CudaMemory
 
     launchers: dict[Stream, Launcher] = {}
+    before = 0
     with device.current(), device.guard(stream.handle):
         torch_device = torch.device("cuda", device.index)
-        model = load_model(config, files, torch_device)
+        pairs = 1 if lanes is None else len(lanes.pairs)
+        memory = CudaMemory(torch_device)
+        model = load_model(config, files, torch_device, memory, pairs=pairs)
         on_progress("warm up", 0, 1)
         warm_up_prefill(model, config.scheduler.max_num_batched_tokens, torch_device)
         on_progress("warm up", 1, 1)
+        before = memory.free()
         if config.cuda_graphs:
             work = LaneWork(prefill=lanes is None)
             graphs = capture_common(
@@ -60,9 +68,28 @@ def load_on_gpu(
             )
             if graphs is not None:
                 model.runner.use_graphs(graphs)
-    if lanes is None:
-        return model, launchers
-    done = {LaneWork(prefill=False, few=True)}  # the steps above are among them
+    if lanes is not None:
+        _equip(lanes, launchers, config, model, device, stream, on_progress)
+    if model.runner.has_graphs:
+        taken, reserved = before - memory.free(), model.profile.graphs
+        logger.info("graphs take %d MiB of %d reserved", taken >> 20, reserved >> 20)
+    return model, launchers
+
+
+def _equip(
+    lanes: Lanes,
+    launchers: dict[Stream, Launcher],
+    config: EngineConfig,
+    model: LoadedModel,
+    device: CudaDevice,
+    stream: CudaStream,
+    on_progress: Callable[[str, int, int], None],
+) -> None:
+    """Give the lanes other than `stream` their launchers."""
+    from aengine.execute.cuda_capture import capture_common
+    from aengine.execute.graph_shapes import LaneWork
+
+    done = {LaneWork(prefill=False, few=True)}  # what `stream` has run includes these
     for lane, capture, work in _others(lanes, stream):
         # The weights and what was computed so far were the work of `stream`.
         lane.wait(stream.record())
@@ -85,7 +112,6 @@ def load_on_gpu(
                     runner.use_graphs(graphs)
         done.add(work)
         stream.wait(lane.record())
-    return model, launchers
 
 
 def _others(lanes: Lanes, stream: CudaStream) -> Iterator[tuple[CudaStream, int | None, LaneWork]]:

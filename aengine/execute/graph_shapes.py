@@ -21,9 +21,10 @@ TOP_COUNTS = (0, 5, 20)
 """Most likely tokens that a graph gives log-probabilities of; a request for more runs eagerly."""
 DRAWS = SamplerFeature.RANDOM | SamplerFeature.TRUNCATED
 """One graph for both: a row that truncates nothing pays next to nothing."""
-NEARLY = 1.25
-"""Times the work of a step that a graph may do instead of one captured for it: a capture takes the
-interpreter for tens of milliseconds, and memory that it asks for waits for the device."""
+NEARLY_DECODE, NEARLY_MIXED = 1.25, 1.07
+"""Times a step's tokens that a graph may compute instead of one captured for it: a capture takes the
+interpreter for tens of milliseconds, and memory that it asks for waits for the device. More tokens
+cost a step of decode rows little, and a step with chunks their full share."""
 REALS, INTS = 6, 2
 """64-bit sampling parameters of a slot, as in `SlotTable`."""
 
@@ -62,7 +63,8 @@ class StepShape(NamedTuple):
     def nearly(self, other: StepShape) -> bool:
         """Whether a graph of this shape, which covers the other, wastes too little on its steps to
         be worth a capture beside running ones."""
-        return self.all_tokens <= NEARLY * other.all_tokens and self.blocks == other.blocks
+        most = NEARLY_MIXED if self.tokens else NEARLY_DECODE
+        return self.all_tokens <= most * other.all_tokens and self.blocks == other.blocks
 
     def covers(self, other: StepShape) -> bool:
         """Whether a graph of this shape does the steps of the other (of the same kind)."""
@@ -215,7 +217,7 @@ def riding_sizes(max_rows: int) -> list[int]:
 
 def chunk_sizes(max_tokens: int) -> list[int]:
     """Token counts of graphs with chunks: whole tiles of a matrix product, mostly."""
-    steps = [32, 64, *range(128, 1024, 128), *range(1024, 2048, 256), *range(2048, max_tokens, 512)]
+    steps = [32, 64, *range(128, 1024, 64), *range(1024, 2048, 128), *range(2048, max_tokens, 256)]
     return sorted({size for size in steps if size < max_tokens} | {max_tokens})
 
 

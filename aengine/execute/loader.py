@@ -81,6 +81,8 @@ def load_model(
     files: LoadedFiles,
     device: torch.device,
     memory: MemorySource | None = None,
+    *,
+    pairs: int = 1,
 ) -> LoadedModel:
     """Load a model.
 
@@ -89,6 +91,7 @@ def load_model(
         files: the opened files.
         device: where it goes.
         memory: what says how much memory there is; by default the device's own.
+        pairs: of lanes that have graphs of their own.
 
     Raises:
         ConfigError: a setting that this model or device cannot have.
@@ -125,7 +128,7 @@ def load_model(
         weights.nbytes,
         memory,
         make_for_profile,
-        graphs=config.cuda_graphs and device.type == "cuda",
+        graphs=pairs if config.cuda_graphs and device.type == "cuda" else 0,
         longest=wanted or longest,
         itemsize=spec.dtype.itemsize,
         device=device,

@@ -60,7 +60,7 @@ def measure(
     memory: MemorySource,
     make: Callable[[], tuple[Forward, Sampler]],
     *,
-    graphs: bool,
+    graphs: int,
     longest: int,
     itemsize: int,
     device: torch.device,
@@ -73,7 +73,7 @@ def measure(
         weight_bytes: of the loaded weights.
         memory: where they are.
         make: the model with a cache of the padding block only, and a sampler, to be thrown away.
-        graphs: whether steps will be captured.
+        graphs: pairs of lanes whose steps will be captured.
         longest: longest context, tokens.
         itemsize: bytes of an activation.
         device: the model's.
@@ -102,7 +102,7 @@ def measure(
     return MemoryProfile(
         weights=weight_bytes,
         activations=activations,
-        graphs=graph_reserve(config, activations) if graphs else 0,
+        graphs=graphs * graph_reserve(config, activations),
         free=memory.free(),
         default_fraction=memory.default_fraction,
     )
@@ -134,7 +134,7 @@ def _too_large(
 
 
 def graph_reserve(config: SchedulerConfig, activations: int) -> int:
-    """What captured graphs are expected to take.
+    """What the captured graphs of a pair of lanes are expected to take.
 
     The graphs of a lane run one after the other and share a pool, which holds the largest step
     once, beside the memory of the steps that are launched without a graph. The driver keeps some

@@ -508,13 +508,20 @@ static int reached(const _Atomic uint32_t *flag, uint32_t target) {
     return (int32_t)(atomic_load_explicit(flag, memory_order_acquire) - target) >= 0;
 }
 
-/* Returns when the flag was seen, or 0. Sleeps in slices until `spin_from`, since what is waited for
- * may come early; then spins. */
-static int64_t await_flag(const _Atomic uint32_t *flag, uint32_t target, int64_t spin_from,
-                          int64_t limit) {
+typedef struct {
+    const _Atomic uint32_t *flag;
+    uint32_t target;
+} awaited_t;
+
+enum { TIMED_OUT = -1, OTHER_CAME = 0, MOST_OTHERS = 31 };
+
+/* Returns when the first of the flags was seen, OTHER_CAME if it was another, or TIMED_OUT. Sleeps in
+ * slices until `spin_from`, since what is waited for may come early; then spins. */
+static int64_t await_flag(const awaited_t *flags, int count, int64_t spin_from, int64_t limit) {
     int64_t now = now_ns();
     while (now < spin_from) {
-        if (reached(flag, target)) return now;
+        for (int f = 0; f < count; f++)
+            if (reached(flags[f].flag, flags[f].target)) return f ? OTHER_CAME : now;
         int64_t until = now + SLEEP_SLICE_NS < spin_from ? now + SLEEP_SLICE_NS : spin_from;
         struct timespec at = {until / 1000000000, until % 1000000000};
         clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &at, NULL);
@@ -522,35 +529,52 @@ static int64_t await_flag(const _Atomic uint32_t *flag, uint32_t target, int64_t
     }
     do {
         for (int i = 0; i < 32; i++) {
-            if (reached(flag, target)) return now_ns();
+            for (int f = 0; f < count; f++)
+                if (reached(flags[f].flag, flags[f].target)) return f ? OTHER_CAME : now_ns();
             CPU_RELAX();
         }
     } while (now_ns() < limit);
+    return TIMED_OUT;
+}
+
+/* One flag from an address and a target; 0, or -1 with an exception. */
+static int read_awaited(awaited_t *into, PyObject *address, PyObject *target) {
+    into->flag = PyLong_AsVoidPtr(address);
+    if (!into->flag) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "the null address");
+        return -1;
+    }
+    unsigned long value = PyLong_AsUnsignedLong(target);
+    if (value == (unsigned long)-1 && PyErr_Occurred()) return -1;
+    into->target = (uint32_t)value;
     return 0;
 }
 
 static PyObject *wait_flag(PyObject *module, PyObject *args) {
     (void)module;
-    PyObject *address;
-    unsigned int target;
+    PyObject *address, *target, *others = NULL;
     long long spin_from, limit;
     int hold = 0;
-    if (!PyArg_ParseTuple(args, "OILL|p:wait_flag", &address, &target, &spin_from, &limit, &hold))
+    if (!PyArg_ParseTuple(args, "OOLL|pO!:wait_flag", &address, &target, &spin_from, &limit, &hold,
+                          &PyTuple_Type, &others))
         return NULL;
-    const _Atomic uint32_t *flag = PyLong_AsVoidPtr(address);
-    if (!flag) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "the null address");
-        return NULL;
-    }
+    awaited_t flags[1 + MOST_OTHERS];
+    int count = 1;
+    if (read_awaited(flags, address, target) < 0) return NULL;
+    Py_ssize_t more = others ? PyTuple_Size(others) : 0;
+    /* More than there is room for are left out: whoever waits for those has another way to hear. */
+    for (Py_ssize_t i = 0; i + 1 < more && count < 1 + MOST_OTHERS; i += 2)
+        if (read_awaited(flags + count++, PyTuple_GetItem(others, i), PyTuple_GetItem(others, i + 1)) < 0)
+            return NULL;
     int64_t seen;
     if (hold) {
-        seen = await_flag(flag, target, 0, limit);
+        seen = await_flag(flags, count, 0, limit);
     } else {
         Py_BEGIN_ALLOW_THREADS
-        seen = await_flag(flag, target, spin_from, limit);
+        seen = await_flag(flags, count, spin_from, limit);
         Py_END_ALLOW_THREADS
     }
-    if (!seen) Py_RETURN_NONE;
+    if (seen == TIMED_OUT) Py_RETURN_NONE;
     return PyLong_FromLongLong(seen);
 }
 
@@ -581,8 +605,8 @@ static PyObject *symbol(PyObject *module, PyObject *args) {
 
 static PyMethodDef functions[] = {
     {"wait_flag", wait_flag, METH_VARARGS,
-     "wait_flag(address, target, spin_from_ns, limit_ns, hold_gil=False) -> when the 32-bit word "
-     "was seen to have reached target, or None."},
+     "wait_flag(address, target, spin_from_ns, limit_ns, hold_gil=False, others=()) -> when the "
+     "32-bit word was seen to have reached target; 0: another did before it; None: the limit."},
     {"flag_reached", flag_reached, METH_VARARGS, "Whether the 32-bit word has reached target."},
     {"symbol", symbol, METH_VARARGS, "symbol(library, name) -> address, of a library already loaded."},
     {NULL, NULL, 0, NULL},

@@ -83,7 +83,13 @@ class LaunchList:
         """Index of the call that failed in the last run."""
 
 def wait_flag(
-    address: int, target: int, spin_from_ns: int, limit_ns: int, hold_gil: bool = ..., /
+    address: int,
+    target: int,
+    spin_from_ns: int,
+    limit_ns: int,
+    hold_gil: bool = ...,
+    others: tuple[int, ...] = ...,
+    /,
 ) -> int | None:
     """Wait until the 32-bit word at `address` has reached `target`: sleep, then spin.
 
@@ -93,9 +99,12 @@ def wait_flag(
             every 0.5 ms); then it spins.
         limit_ns: absolute time at which it gives up.
         hold_gil: spin only, and keep the GIL meanwhile.
+        others: more words and targets, in pairs; the first of any ends the wait. At most 31 pairs
+            are looked at.
 
     Returns:
-        When the word was seen to have reached `target`; None at the limit.
+        When the word was seen to have reached `target`; 0 if another did before it; None at the
+        limit.
     """
 
 def flag_reached(address: int, target: int, /) -> bool:

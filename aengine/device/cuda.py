@@ -144,13 +144,14 @@ class CudaDevice:
         self.step_id = step_id
 
     def adopt_loop(self) -> None:
-        """The running loop belongs to this device: a wait may block its thread for some ms.
+        """The running loop belongs to this device: a wait may block its thread for some ms, as long
+        as no other thread has something for it.
 
         Other loops are never blocked for longer than `WaitPolicy.polite_spin`.
         """
         port = self.reactor.port()
         assert isinstance(port, CudaPort)
-        port.own = True
+        port.adopt()
 
     @property
     def contended(self) -> bool:

@@ -14,6 +14,7 @@ No single way wins (the figures are in `docs/design/awaitables.md`). A wait here
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import heapq
 import time
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from aengine.device.completions import LoopPort
 from aengine.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
     from types import ModuleType
 
     from aengine.device.cuda import CudaDevice
@@ -35,6 +36,9 @@ CONTENDED = 1_000_000
 """Other threads keep the GIL busy when getting it back takes longer than this (ns)."""
 LET_GO = 200_000
 """How long (ns) the GIL has to be free for another thread to take it."""
+TURNS_FOR_NEWS = 8
+"""Turns of the loop from what a thread brings to what comes of it, a launch for example: callback,
+future, task, the next future ... A turn costs some 20 µs."""
 SEEN_AT_ONCE = 3_000
 """A spin that sees its word this soon (ns) came too late to say when it was written."""
 
@@ -81,9 +85,58 @@ class CudaPort(LoopPort):
         self._due: list[tuple[int, int, asyncio.Future[None]]] = []
         self._count = 0
         self._watched: dict[int, _Watched] = {}
+        self.awaited: dict[object, CudaCompletion] = {}
+        """What coroutines of this loop wait for, one entry for each of them."""
+        self._nudges = ctypes.c_uint32(0)
+        self._nudges_heeded = 0
+        self._turns_due = 0
         self._timer = None if native is None else native.Timer()
         if self._timer is not None:
             loop.add_reader(self._timer.fileno(), self._time_passed)
+
+    def adopt(self) -> None:
+        """Let waits block the loop's thread; what other threads bring it ends such a wait."""
+        self.own = True
+        loop, nudges = self._loop(), self._nudges
+        assert loop is not None
+        bring = loop.call_soon_threadsafe
+
+        def call_soon_threadsafe(
+            callback: Callable[..., object], *args: Any, context: Any = None
+        ) -> asyncio.Handle:
+            handle = bring(callback, *args, context=context)
+            # Two threads may lose one of two counts, which ends the wait all the same.
+            nudges.value += 1
+            return handle
+
+        # There is no other place that executors, futures and inboxes all come by.
+        vars(loop)["call_soon_threadsafe"] = call_soon_threadsafe
+
+    def wants_turn(self) -> bool:
+        """Whether another thread brought something that the loop still needs turns to handle."""
+        if (nudges := self._nudges.value) != self._nudges_heeded:
+            self._nudges_heeded = nudges
+            self._turns_due = TURNS_FOR_NEWS
+        self._turns_due -= 1
+        return self._turns_due >= 0
+
+    def others(self, stream: CudaStream) -> tuple[int, ...]:
+        """What ends a wait for `stream` early: words and targets, for the extension."""
+        found = [ctypes.addressof(self._nudges), (self._nudges_heeded + 1) % (1 << 32)]
+        if len(self.awaited) > 1:
+            for point in self.awaited.values():
+                if point.stream is not stream and point.stream.word is not None:
+                    found += [point.stream.word, point.sequence]
+        return tuple(found)
+
+    def overtaken(self, stream: CudaStream) -> bool:
+        """Whether coroutines of this loop can go on that wait for other streams; sees to it."""
+        if len(self.awaited) < 2:
+            return False
+        done = {p.stream for p in self.awaited.values() if p.stream is not stream and p.done()}
+        for other in done:
+            other.settle_soon()
+        return bool(done)
 
     def wake_at(self, deadline_ns: int, waiter: asyncio.Future[None]) -> None:
         """Resolve `waiter` at that time, if nothing else does before."""
@@ -133,6 +186,8 @@ class CudaPort(LoopPort):
     def detach(self) -> None:
         timer, self._timer = self._timer, None
         loop = self._loop()
+        if self.own and loop is not None:
+            vars(loop).pop("call_soon_threadsafe", None)
         if timer is not None and loop is not None and not loop.is_closed():
             loop.remove_reader(timer.fileno())
         super().detach()
@@ -158,6 +213,15 @@ class CudaPort(LoopPort):
 
 def wait_for(point: CudaCompletion, port: CudaPort) -> Generator[Any, None, None]:
     """Wait until `point` is done, by the policy of its device."""
+    me = object()
+    port.awaited[me] = point
+    try:
+        yield from _wait_for(point, port)
+    finally:
+        del port.awaited[me]
+
+
+def _wait_for(point: CudaCompletion, port: CudaPort) -> Generator[Any, None, None]:
     stream, device = point.stream, point.stream.device
     policy = device.policy
     may_spin = device.reactor.native is not None and stream.word is not None
@@ -168,6 +232,10 @@ def wait_for(point: CudaCompletion, port: CudaPort) -> Generator[Any, None, None
             yield from _sleep(point, port, None)
             continue
         expected = stream.pace.expect(point.key) or 0
+        if port.own and (port.wants_turn() or port.overtaken(stream)):
+            port.turn_ns = now
+            yield None
+            continue
         begin = end - policy.margin(expected, own=port.own)
         whole = port.own and expected <= policy.spin_whole
         if port.own and now - port.turn_ns > _turn_interval(device):
@@ -175,10 +243,12 @@ def wait_for(point: CudaCompletion, port: CudaPort) -> Generator[Any, None, None
             yield None
         elif now >= begin or whole or (port.own and begin - now <= policy.block_limit):
             limit = max(end, now) + policy.overtime(expected, own=port.own)
-            if _block(point, now if whole else begin, limit):
+            others = port.others(stream) if port.own else ()
+            seen = _block(point, now if whole else begin, limit, others)
+            if seen:
                 return
             # One spin a wait: if it did not see the end, the prediction is no good.
-            may_spin = False
+            may_spin = seen is not None
         else:
             yield from _sleep(point, port, begin)
 
@@ -188,8 +258,12 @@ def _turn_interval(device: CudaDevice) -> int:
     return device.policy.turn_interval_contended if contended else device.policy.turn_interval
 
 
-def _block(point: CudaCompletion, spin_from: int, limit: int) -> bool:
+def _block(
+    point: CudaCompletion, spin_from: int, limit: int, others: tuple[int, ...]
+) -> int | None:
     """Wait in the extension, without the GIL; near the end perhaps with it, if it is contended.
+
+    When the point was seen to be passed; 0: one of `others` came first; None: neither.
 
     What runs after the word was seen is what the wait costs, and it runs with cold caches: so it
     only leaves a note (`Spin`) for the stream to work through later.
@@ -204,21 +278,27 @@ def _block(point: CudaCompletion, spin_from: int, limit: int) -> bool:
         # Not at once, though: a thread that waits for it needs a moment to notice that it is free,
         # and would otherwise take it just when the device is done.
         asked = max(spin_from - clock.contention_ns, began + LET_GO)
-        seen = native.wait_flag(word, point.sequence, asked, asked)
+        seen = native.wait_flag(word, point.sequence, asked, asked, False, others)
         back = time.perf_counter_ns()
+        if seen == 0:
+            return 0
         clock.regained(back - (seen or asked))
         if seen is None and spin_from - back < hold_spin:
             began = back
-            seen = native.wait_flag(word, point.sequence, 0, min(limit, back + hold_spin), True)
-        if seen is not None:
+            most = min(limit, back + hold_spin)
+            seen = native.wait_flag(word, point.sequence, 0, most, True, others)
+        if seen:
             stream.spins.append(Spin(point, max(spin_from, began), seen, seen))
-            return True
+        if seen is not None:
+            return int(seen)
         began = time.perf_counter_ns()
-    seen = native.wait_flag(word, point.sequence, spin_from, limit)
-    stream.spins.append(
-        Spin(point, max(spin_from, began), seen or limit, time.perf_counter_ns(), seen is not None)
-    )
-    return seen is not None
+    seen = native.wait_flag(word, point.sequence, spin_from, limit, False, others)
+    if seen != 0:
+        back = time.perf_counter_ns()
+        stream.spins.append(
+            Spin(point, max(spin_from, began), seen or limit, back, seen is not None)
+        )
+    return None if seen is None else int(seen)
 
 
 def _sleep(

@@ -37,6 +37,7 @@ class WaitPolicy:
         polite_spin: the longest a wait may block a loop that is not the device's own.
         margin_least, margin_share: spin from max(least, share of the expected time) before the end.
         overtime_least, overtime_share: spin on for max(...) after the predicted end, then sleep.
+        spin_most: neither of them is longer than this, however long the work.
         hold_spin: the longest that a wait spins with the GIL held, after it has asked for the GIL
             early because other threads keep it busy; 0: never ask early.
     """
@@ -50,19 +51,20 @@ class WaitPolicy:
     margin_share: float = 0.03
     overtime_least: int = 150 * MICROSECOND
     overtime_share: float = 0.05
+    spin_most: int = 1 * MILLISECOND
     hold_spin: int = 400 * MICROSECOND
 
     def margin(self, expected: int, *, own: bool) -> int:
         """How long before the predicted end to start spinning."""
         if not own:
             return self.polite_spin // 2
-        return max(self.margin_least, int(expected * self.margin_share))
+        return min(max(self.margin_least, int(expected * self.margin_share)), self.spin_most)
 
     def overtime(self, expected: int, *, own: bool) -> int:
         """How long after the predicted end to go on spinning."""
         if not own:
             return self.polite_spin // 2
-        return max(self.overtime_least, int(expected * self.overtime_share))
+        return min(max(self.overtime_least, int(expected * self.overtime_share)), self.spin_most)
 
 
 class Pace:

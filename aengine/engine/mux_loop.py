@@ -66,7 +66,6 @@ class _Lane:
     steps: deque[_LaneStep] = field(default_factory=deque)
     busy: StepPlan | None = None
     """The step whose sample still waits for a mask."""
-    stream: Stream | None = None
     partition: SmPartition | None = None
     """Where it works, or last did."""
     last: Completion | None = None
@@ -201,11 +200,10 @@ class MuxLoop(StepLoop):
         """
         pair = self._lanes.pair(self._partition)
         stream = pair.prefill if lane is self._prefill else pair.decode
-        if self._partition != lane.partition:
-            for each in (self._prefill, self._decode):
-                if each.last is not None and each.partition != self._partition:
-                    stream.wait(each.last)
-            lane.stream, lane.partition = stream, self._partition
+        for each in (self._prefill, self._decode):
+            if each.last is not None and each.partition != self._partition:
+                stream.wait(each.last)
+        lane.partition = self._partition
         if lane is self._decode and self._join is not None:
             stream.wait(self._join)
             self._join = None

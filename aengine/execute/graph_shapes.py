@@ -22,9 +22,9 @@ TOP_COUNTS = (0, 5, 20)
 DRAWS = SamplerFeature.RANDOM | SamplerFeature.TRUNCATED
 """One graph for both: a row that truncates nothing pays next to nothing."""
 NEARLY_DECODE, NEARLY_MIXED = 1.25, 1.07
-"""Times a step's tokens that a graph may compute instead of one captured for it: a capture takes the
-interpreter for tens of milliseconds, and memory that it asks for waits for the device. More tokens
-cost a step of decode rows little, and a step with chunks their full share."""
+"""Times a step's tokens that a graph may compute instead of one captured for it: a capture takes
+the interpreter for tens of milliseconds, and memory that it asks for waits for the device. More
+tokens cost a step of decode rows little, and a step with chunks their full share."""
 REALS, INTS = 6, 2
 """64-bit sampling parameters of a slot, as in `SlotTable`."""
 

@@ -133,6 +133,31 @@ def test_waiting_lets_other_threads_run_and_sees_the_word(spin_from: int) -> Non
     assert native.wait_flag(ctypes.addressof(word), 5, 0, limit, True) is not None
 
 
+def test_another_word_ends_the_wait() -> None:
+    own, other = ctypes.c_uint32(0), ctypes.c_uint32(7)
+    far = time.perf_counter_ns() + 60_000_000_000
+
+    def wait(*pairs: int) -> int | None:
+        # Asleep in the first half, spinning in the second: the suite's timeout is the assertion.
+        for spin_from in (far, 0):
+            seen = native.wait_flag(ctypes.addressof(own), 5, spin_from, far, False, pairs)
+        return seen
+
+    assert wait(ctypes.addressof(other), 7) == 0
+    own.value = 5
+    seen = wait(ctypes.addressof(other), 7)
+    assert seen is not None
+    assert seen > 0, "its own word counts first"
+    own.value, other.value = 0, 0
+    many = (ctypes.addressof(other), 1) * 40
+    assert native.wait_flag(ctypes.addressof(own), 5, 0, 0, True, many) is None
+    other.value = 1
+    assert wait(*many) == 0
+    for bad in ((0, 1), (ctypes.addressof(other), -1), ("x", 1)):
+        with pytest.raises((ValueError, OverflowError, TypeError)):
+            native.wait_flag(ctypes.addressof(own), 5, 0, 0, False, bad)
+
+
 def test_bad_addresses_are_refused() -> None:
     for call in (
         lambda: native.wait_flag(0, 1, 0, 0),

@@ -106,6 +106,76 @@ async def test_work_that_repeats_is_spun_for(fake_driver: Driver, simulated: Sim
     device.close()
 
 
+def _long_wait(device: CudaDevice) -> tuple[Any, ctypes.c_uint32]:
+    """A wait that is taken to last a minute, and the word that ends it."""
+    stream, gate = device.stream("long"), ctypes.c_uint32(0)
+    calls = [("cuStreamWaitValue32_v2", (stream.handle, ctypes.addressof(gate), 1, 0))]
+    for _ in range(4):
+        stream.pace.learn("long", 60_000_000_000)
+    return stream.prepare(calls, key="long").launch(gate), gate
+
+
+@pytest.mark.timeout(20)
+async def test_what_a_thread_brings_ends_a_long_wait(
+    fake_driver: Driver, simulated: Simulated
+) -> None:
+    """On the device's own loop, whose thread the wait blocks. The timeout is the assertion."""
+    device = _device(fake_driver, policy=WaitPolicy(block_limit=10**12))
+    device.adopt_loop()
+    point, gate = _long_wait(device)
+    loop, brought = asyncio.get_running_loop(), []
+
+    def bring() -> None:
+        brought.append(threading.get_ident())
+        gate.value = 1
+
+    timer = threading.Timer(0.02, lambda: loop.call_soon_threadsafe(bring))
+    timer.start()
+    await point
+    assert brought == [threading.get_ident()]
+    point, gate = _long_wait(device)
+    done = loop.run_in_executor(None, time.sleep, 0.01)
+    done.add_done_callback(lambda _: bring())
+    await point
+    assert done.done()
+    await asyncio.to_thread(timer.join)
+    device.close()
+    del point
+    port = device.reactor.port()
+    port.detach()
+    assert "call_soon_threadsafe" not in vars(loop)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("known", [False, True])
+async def test_a_long_wait_leaves_room_for_a_short_one(
+    fake_driver: Driver, simulated: Simulated, known: bool
+) -> None:
+    """Two streams awaited in one loop: the end of each is heard while the other is waited for."""
+    device = _device(fake_driver, policy=WaitPolicy(block_limit=10**12))
+    device.adopt_loop()
+    short = device.stream("short")
+    if known:
+        for _ in range(4):
+            await short.launch(simulated.kernel, short, 0.005)
+    point, gate = _long_wait(device)
+    steps: list[int] = []
+
+    async def step() -> None:
+        for number in range(5):
+            await short.launch(simulated.kernel, short, 0.005)
+            steps.append(number)
+        gate.value = 1
+
+    async def long() -> None:
+        await point
+
+    await asyncio.gather(step(), long())
+    assert steps == [0, 1, 2, 3, 4]
+    assert not device.reactor.port().awaited
+    device.close()
+
+
 async def test_launch_lists(fake_driver: Driver, simulated: Simulated) -> None:
     device = _device(fake_driver)
     stream = device.stream("forward")

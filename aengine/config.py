@@ -46,7 +46,7 @@ class SchedulerConfig:
     priority_ageing: float = 10.0
     max_steps_in_flight: int = 2
     swap_space: int = 0
-    swap_min_tokens: int = 256
+    swap_min_tokens: int = 64
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1, 65_535)

@@ -115,7 +115,7 @@ def test_no_step_fits(path: Path) -> None:
     assert not caught.value.hint
 
 
-def test_what_a_refusal_proposes_loads(path: Path) -> None:
+def test_v2248_a_refusal_shows_the_breakdown_and_a_value_that_loads(path: Path) -> None:
     memory = SimulatedMemory(700_000)
     with pytest.raises(OutOfMemoryError, match="activations") as caught:
         load(path, memory, kv_cache_fraction=0.1)

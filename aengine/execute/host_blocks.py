@@ -35,6 +35,7 @@ class HostBlocks:
         kv_cache: its tensors, one entry a layer; the list is read at each copy.
         num_blocks: how many; ids are 1 .. num_blocks.
         device: where the cache is. For a GPU the memory is pinned.
+        staged: whether layers are gathered before a copy; None: as suits the device.
     """
 
     def __init__(
@@ -44,13 +45,16 @@ class HostBlocks:
         *,
         num_blocks: int,
         device: torch.device,
+        staged: bool | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self._kv_cache = kv_cache
         self._device = device
         shape = (spec.num_layers, 2, spec.block_size, spec.num_kv_heads, spec.head_dim)
         self._per_slab, sizes = slabs(num_blocks, spec.bytes_per_block)
-        if device.type == "cpu":
+        on_gpu = device.type != "cpu"
+        self._staged = on_gpu if staged is None else staged
+        if not self._staged:
             # Pages of zeros take no memory until a block is copied there.
             width = spec.bytes_per_block // (2 * spec.num_layers)
             self._arrays = [
@@ -58,21 +62,20 @@ class HostBlocks:
             ]
             return
         self._slabs = [
-            torch.empty((size, *shape), dtype=spec.dtype, pin_memory=True) for size in sizes
+            torch.empty((size, *shape), dtype=spec.dtype, pin_memory=on_gpu) for size in sizes
         ]
         self._piece = max(1, min(num_blocks, STAGING_BYTES // spec.bytes_per_block))
         self._staging = torch.empty((self._piece, *shape), dtype=spec.dtype, device=device)
 
     def copy_blocks(self, copy: BlockCopy) -> None:
         """Copy blocks to the host or back. To be launched on the copy stream; waits for nothing."""
-        if self._device.type == "cpu":
-            self._copy_on_cpu(copy)
+        if not self._staged:
+            self._copy_by_numpy(copy)
             return
         for start in range(0, len(copy.host_blocks), self._piece):
             piece = slice(start, start + self._piece)
             blocks, host = copy.device_blocks[piece], copy.host_blocks[piece]
-            index = torch.tensor(blocks, dtype=torch.int64).pin_memory()
-            index = index.to(self._device, non_blocking=True)
+            index = self._upload(blocks)
             if copy.to_host:
                 self._gather(index)
             for at, slab, first, count in self._runs(host):
@@ -82,6 +85,12 @@ class HostBlocks:
                 target.copy_(source, non_blocking=True)
             if not copy.to_host:
                 self._scatter(index)
+
+    def _upload(self, blocks: Sequence[int]) -> torch.Tensor:
+        index = torch.tensor(blocks, dtype=torch.int64)
+        if self._device.type == "cpu":
+            return index
+        return index.pin_memory().to(self._device, non_blocking=True)
 
     def _gather(self, index: torch.Tensor) -> None:
         staged = self._staging[: len(index)]
@@ -95,8 +104,8 @@ class HostBlocks:
             kv.k.index_copy_(0, index, staged[:, layer, 0])
             kv.v.index_copy_(0, index, staged[:, layer, 1])
 
-    def _copy_on_cpu(self, copy: BlockCopy) -> None:
-        """By numpy: a torch operation would start a pool of threads of its own here."""
+    def _copy_by_numpy(self, copy: BlockCopy) -> None:
+        """On a CPU: a torch operation would start a pool of threads of its own here."""
         for at, slab, first, count in self._runs(copy.host_blocks):
             blocks = list(copy.device_blocks[at : at + count])
             kept = self._arrays[slab][first : first + count]

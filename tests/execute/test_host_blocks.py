@@ -64,15 +64,25 @@ def check_round_trip(
         assert torch.equal(new[untouched], old[untouched])
 
 
-@given(data=st.data(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-def test_what_goes_out_comes_back(data: st.DataObject, dtype: torch.dtype) -> None:
+@given(
+    data=st.data(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    staged=st.booleans(),
+    piece=st.integers(1, 4),
+)
+def test_what_goes_out_comes_back(
+    data: st.DataObject, dtype: torch.dtype, staged: bool, piece: int
+) -> None:
+    """`staged`: in the way of a GPU, a few blocks at a time."""
     num_blocks, num_host = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 50))
     count = data.draw(st.integers(1, min(num_blocks, num_host)))
     device = data.draw(st.permutations(range(1, num_blocks + 1)))[:count]
     host = data.draw(st.permutations(range(1, num_host + 1)))[:count]
     spec, cpu = spec_of(dtype), torch.device("cpu")
     cache = filled(spec, num_blocks, cpu)
-    blocks = HostBlocks(spec, cache, num_blocks=num_host, device=cpu)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_blocks, "STAGING_BYTES", piece * spec.bytes_per_block)
+        blocks = HostBlocks(spec, cache, num_blocks=num_host, device=cpu, staged=staged)
     check_round_trip(spec, blocks, cache, device, host)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_OS_NAME = 15
 """Linux keeps at most this many bytes of a thread's name."""
-EXIT_PATIENCE = 1.2
+EXIT_PATIENCE = 1.0
 """Seconds that the interpreter's exit waits for the job that a thread is doing."""
 FOREIGN_LOOK = 0.2
 """Seconds between looks at whether this device closes, while waiting for another device."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("aengine")
 
-GRACE = 2.0
+GRACE = 1.5
 """Seconds that a closing engine, with no request left, waits for what the device has begun."""
 EXIT_GRACE = 1.2
 """The same at the interpreter's exit, which has three seconds for everything."""

@@ -133,7 +133,7 @@ class Engine(Operable):
         elif service.state not in (EngineState.STARTING, EngineState.RUNNING):
             raise service.closed_error()
         try:
-            await asyncio.shield(asyncio.wrap_future(service.started))
+            await _outcome(asyncio.wrap_future(service.started))
         except asyncio.CancelledError:
             _stop(service)
             await self._ended(2 * GRACE)
@@ -146,8 +146,9 @@ class Engine(Operable):
     async def aclose(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """End the engine and give everything back. Idempotent; may be called from any loop.
 
-        It always ends: a device that does not report within two seconds after the last request
-        is left alone, which is logged; its memory is given back if it ever reports.
+        It always ends: a device that does not report within 1.5 seconds after the last request
+        is left alone, which is logged; its memory is given back if it ever reports. Cancelling it
+        ends the requests at once.
 
         Args:
             drain: let running and queued requests finish; otherwise they end at once.
@@ -163,7 +164,11 @@ class Engine(Operable):
             return
         patience = patience if drain else 0.0
         self._service.ask_close(Close(drain=drain, timeout=patience, grace=GRACE))
-        await self._ended(patience + 2 * GRACE + (CLOSING if drain else 0.0))
+        try:
+            await self._ended(patience + 2 * GRACE + (CLOSING if drain else 0.0))
+        except asyncio.CancelledError:
+            _stop(self._service)
+            raise
 
     async def _ended(self, seconds: float) -> None:
         assert self._runtime is not None
@@ -181,7 +186,7 @@ class Engine(Operable):
         """End the engine at once, without waiting for requests. Synchronous, from any thread.
 
         With `loop="own"` it returns when the engine's thread has ended (a step that is being
-        computed ends first, if it does so within two seconds); with `loop="caller"` the engine
+        computed ends first, if it does so within 1.5 seconds); with `loop="caller"` the engine
         ends when the loop next runs.
         """
         if self._runtime is None or self._service.forked:
@@ -369,6 +374,13 @@ class _Abort:
 
     def __call__(self, channel: Channel) -> None:
         self._service.post(Abort(channel))
+
+
+async def _outcome(future: asyncio.Future[None]) -> None:
+    """Await it; cancelling that leaves it alone, and nobody misses its error then."""
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    await asyncio.wait([future])
+    future.result()
 
 
 def _stop(service: EngineService) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aengine.engine.runtime import loop_factory
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
 T = TypeVar("T")
+
+LOOK = 0.5
+"""Seconds after which a blocked thread looks for signals."""
 
 
 class LoopThread:
@@ -63,6 +66,8 @@ class LoopThread:
             work.close()
             raise
         try:
+            while not wait((call,), timeout=LOOK).done:
+                continue  # with a signal handler in between: another thread may have got the signal
             return call.result()
         except CancelledError:
             raise EngineClosedError("the engine is closed") from None

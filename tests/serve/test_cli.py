@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -216,3 +217,20 @@ def test_a_reader_that_goes_away_is_no_traceback(smollm2_gguf: Path) -> None:
         errors = process.stderr.read()
     assert process.returncode == 1
     assert errors == ""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["chat"],
+        *(pytest.param(c, marks=pytest.mark.slow) for c in (["generate", "Hello"], ["bench"])),
+    ],
+    ids=str,
+)
+def test_ctrl_c_while_it_starts(command: list[str], smollm2_gguf: Path) -> None:
+    with start(*command, "--model", str(smollm2_gguf)) as process:
+        time.sleep(1.0)  # behind its imports, and before it is ready
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors

@@ -19,12 +19,15 @@ BOUT_NS = 20_000_000
 """How long a blocked thread sleeps before it looks whether the device was lost."""
 MAX_CHAIN = 64
 """Launches ahead of which no end is predicted any more."""
+MAX_EDGES = 2
+"""Streams across which a prediction looks."""
 
 
 class CudaCompletion(HostCompletion):
     """A point on a CUDA stream: passed when the stream's word has reached `sequence`."""
 
     __slots__ = (
+        "_edges",
         "_holds",
         "_previous",
         "_start_event",
@@ -49,6 +52,7 @@ class CudaCompletion(HostCompletion):
         self._start_ns = 0
         self._start_event: Event | None = None
         self._previous: CudaCompletion | None = None
+        self._edges: tuple[CudaCompletion, ...] = ()
 
     def done(self) -> bool:
         """Whether the stream has passed the point; reads a word of memory."""
@@ -120,6 +124,7 @@ class CudaCompletion(HostCompletion):
         stream, previous = self.stream, self._previous
         first = self._start_event if previous is None else previous.event
         self._holds = self._previous = self._start_event = None
+        self._edges = ()
         if self.ended_ns is None:
             self.ended_ns = stream.device.clock.host_time(self.event, now_ns) or now_ns
         if first is not None:
@@ -136,12 +141,30 @@ class CudaCompletion(HostCompletion):
             track = f"stream {stream.name}"
             trace.span(str(self.key), start, self.ended_ns, track=track, args=args)
 
-    def started(self, host_ns: int, event: Event | None, previous: CudaCompletion | None) -> None:
-        """When the work was launched, and what it follows: an event, or a point still open."""
+    def started(
+        self,
+        host_ns: int,
+        event: Event | None,
+        previous: CudaCompletion | None,
+        edges: tuple[CudaCompletion, ...],
+    ) -> None:
+        """When the work was launched, and what it follows: an event, or a point still open, and
+        points of other streams."""
         self._start_ns, self._start_event, self._previous = host_ns, event, previous
+        self._edges = edges
+
+    def _passes(self, depth: int) -> int:
+        """When work behind this point can begin, as far as that is known."""
+        if self.ended_ns is not None:
+            return self.ended_ns
+        return (self._predict(depth - 1) if depth else None) or 0
 
     def predicted_end(self) -> int | None:
         """Host time at which the point should be passed; None without experience."""
+        return self._predict(MAX_EDGES)
+
+    def _predict(self, depth: int) -> int | None:
+        """The same, looking across at most `depth` edges."""
         chain: list[CudaCompletion] = []
         point: CudaCompletion | None = self
         while point is not None and point.ended_ns is None:
@@ -154,5 +177,6 @@ class CudaCompletion(HostCompletion):
             expected = self.stream.pace.expect(link.key)
             if expected is None:
                 return None
-            end = max(end, link._start_ns) + expected
+            ends = [edge._passes(depth) for edge in link._edges]
+            end = max(end, link._start_ns, *ends) + expected
         return end

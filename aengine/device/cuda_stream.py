@@ -53,6 +53,8 @@ class CudaStream:
         self._sequence = 0
         self._inflight: deque[CudaCompletion] = deque()
         self._last: CudaCompletion | None = None
+        self._edges: dict[CudaStream, CudaCompletion] = {}
+        """Points of other streams that the next work comes after."""
         # Reentrant: a finaliser may launch or settle while this thread does.
         self._lock = threading.RLock()
         self._settling_soon = False
@@ -158,6 +160,8 @@ class CudaStream:
         if completion.stream is not self:
             with self.device.current():
                 self.device.driver.do("stream_wait", self.handle, completion.event.handle, 0)
+            # A later point of a stream comes after its earlier ones.
+            self._edges[completion.stream] = completion
 
     def prepare(
         self,
@@ -253,6 +257,7 @@ class CudaStream:
                 point.fire(make_error(point.step_id))
                 point._previous = None
             self._last = None
+            self._edges = {}
 
     def record_after(
         self,
@@ -278,7 +283,9 @@ class CudaStream:
                 if self._stranded:
                     holds, self._stranded = (holds, self._stranded), []
                 point = CudaCompletion(self, sequence, event, key, holds)
-                point.started(start_ns, start_event, self._last if self._inflight else None)
+                edges, self._edges = tuple(self._edges.values()), {}
+                previous = self._last if self._inflight else None
+                point.started(start_ns, start_event, previous, edges)
                 self._inflight.append(point)
                 self._last = point
         except DeviceError as error:

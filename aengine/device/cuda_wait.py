@@ -225,11 +225,15 @@ def _wait_for(point: CudaCompletion, port: CudaPort) -> Generator[Any, None, Non
     stream, device = point.stream, point.stream.device
     policy = device.policy
     may_spin = device.reactor.native is not None and stream.word is not None
+    again, missed = policy.look_again, False
     while not point.done():
         now = time.perf_counter_ns()
         end = point.predicted_end() if may_spin else None
         if end is None:
-            yield from _sleep(point, port, None)
+            # After a wrong prediction the device's own loop looks again by itself, ever later: the
+            # host function can be stuck in a hardware queue behind another stream's work.
+            yield from _sleep(point, port, now + again if port.own and missed else None)
+            again *= 2
             continue
         expected = stream.pace.expect(point.key) or 0
         if port.own and (port.wants_turn() or port.overtaken(stream)):
@@ -249,6 +253,7 @@ def _wait_for(point: CudaCompletion, port: CudaPort) -> Generator[Any, None, Non
                 return
             # One spin a wait: if it did not see the end, the prediction is no good.
             may_spin = seen is not None
+            missed = not may_spin
         else:
             yield from _sleep(point, port, begin)
 

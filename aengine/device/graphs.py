@@ -57,6 +57,10 @@ class GraphPool:
 
         if "graph_destroy" not in device.driver.calls:
             raise DeviceError("the CUDA driver is too old for graphs")
+        if torch.cuda.get_allocator_backend() != "native":
+            raise DeviceError(
+                "torch's cudaMallocAsync allocator cannot capture a graph beside running work"
+            )
         self._device = device
         if capture_stream is None:
             with device.current():

@@ -37,6 +37,8 @@ class WaitPolicy:
         polite_spin: the longest a wait may block a loop that is not the device's own.
         margin_least, margin_share: spin from max(least, share of the expected time) before the end.
         overtime_least, overtime_share: spin on for max(...) after the predicted end, then sleep.
+        look_again: on an adopted loop, how long after a spin that missed the end to look again;
+            doubled each time.
         spin_most: neither of them is longer than this, however long the work.
         hold_spin: the longest that a wait spins with the GIL held, after it has asked for the GIL
             early because other threads keep it busy; 0: never ask early.
@@ -52,6 +54,7 @@ class WaitPolicy:
     overtime_least: int = 150 * MICROSECOND
     overtime_share: float = 0.05
     spin_most: int = 1 * MILLISECOND
+    look_again: int = 250 * MICROSECOND
     hold_spin: int = 400 * MICROSECOND
 
     def margin(self, expected: int, *, own: bool) -> int:

@@ -176,6 +176,50 @@ async def test_a_long_wait_leaves_room_for_a_short_one(
     device.close()
 
 
+async def test_a_prediction_waits_for_what_its_work_waits_for(
+    fake_driver: Driver, simulated: Simulated
+) -> None:
+    device = _device(fake_driver)
+    first, second, third = (device.stream(name) for name in ("first", "second", "third"))
+    for _ in range(4):
+        await second.launch(simulated.kernel, second, 0.002)
+        await third.launch(simulated.kernel, third, 0.002)
+    point, gate = _long_wait(device)
+    first.wait(point)
+    between = first.record()
+    second.wait(point)
+    behind = second.launch(simulated.kernel, second, 0.002)
+    third.wait(behind.completion)
+    last = third.launch(simulated.kernel, third, 0.002)
+    ends = [p.predicted_end() for p in (point, behind.completion, last.completion)]
+    assert ends == sorted(ends)
+    assert ends[1] - ends[0] > 1_900_000
+    assert ends[2] - ends[1] > 1_900_000
+    assert between.predicted_end() is None, "there is no experience with it"
+    gate.value = 1
+    await last
+    device.patrol()
+    assert not last.completion._edges, "what it followed is let go"
+    device.close()
+
+
+@pytest.mark.timeout(20)
+async def test_a_host_function_that_never_comes_is_not_needed(
+    fake_driver: Driver, simulated: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be stuck behind another stream's work; the watchdog is put to sleep here too."""
+    device = _device(fake_driver)
+    monkeypatch.setattr(device, "patrol", lambda: None)
+    device.adopt_loop()
+    stream = device.stream("s")
+    for _ in range(4):
+        stream.pace.learn("Simulated.kernel", 1_000_000)
+    monkeypatch.setitem(fake_driver.calls, "launch_host", lambda *_: 0)
+    await stream.launch(simulated.kernel, stream, 0.05)
+    monkeypatch.undo()
+    device.close()
+
+
 async def test_launch_lists(fake_driver: Driver, simulated: Simulated) -> None:
     device = _device(fake_driver)
     stream = device.stream("forward")

@@ -45,6 +45,42 @@ class _Average:
         self.seen += 1
 
 
+class _DecodeAlone:
+    """How long a decode step takes alone on the device, by its rows and tokens of context.
+
+    A moving average a size class of rows, and one slope for the context: where prompts keep coming
+    nothing is alone for a while, and contexts grow all the time.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[int, tuple[float, float]] = {}
+        """By size class: seconds, tokens of context."""
+        self._covariance = self._variance = 0.0
+
+    def add(self, rows: int, context: int, seconds: float) -> None:
+        """One step was measured."""
+        size = rows.bit_length()
+        if size not in self._means:
+            self._means[size] = seconds, context
+            return
+        mean, usual = self._means[size]
+        more, further = seconds - mean, context - usual
+        self._covariance += _LEARNING_RATE * (more * further - self._covariance)
+        self._variance += _LEARNING_RATE * (further * further - self._variance)
+        self._means[size] = mean + _LEARNING_RATE * more, usual + _LEARNING_RATE * further
+
+    def predict(self, rows: int, context: int) -> float | None:
+        """Seconds, from the nearest size class that was measured; None: there is none."""
+        if not self._means:
+            return None
+        size = rows.bit_length()
+        mean, usual = self._means[min(self._means, key=lambda each: abs(each - size))]
+        slope = self._covariance / self._variance if self._variance else 0.0
+        # At most in proportion: a slope is noise where contexts hardly differed.
+        slope = min(max(slope, 0.0), mean / usual if usual else 0.0)
+        return max(mean / 2, mean + slope * (context - usual))
+
+
 @dataclass(slots=True)
 class _Slowdowns:
     decode: _Average
@@ -74,8 +110,7 @@ class SloFeedback:
         self._patience = at_least("patience", patience, 1)
         self._itl = itl
         self._margin = margin
-        self._alone: dict[int, _Average] = {}
-        """By size class of the decode batch: seconds per step alone on the device."""
+        self._decode_alone = _DecodeAlone()
         self._prefill_alone: _Average | None = None
         """Seconds per prompt token alone on the device."""
         self._lanes: LaneTable | None = None
@@ -93,7 +128,7 @@ class SloFeedback:
         if target is None or not load.contended:
             # Nothing is at risk. The last choice under contention is kept for the next time.
             return load.lanes.plain
-        alone = self._predict_alone(load.decode_rows)
+        alone = self._decode_alone.predict(load.decode_rows, load.decode_context)
         if alone is None:
             # Nothing was measured yet, so there is nothing to compare with the target.
             return load.lanes.without_groups
@@ -146,8 +181,7 @@ class SloFeedback:
             per_token = times.prefill_seconds / times.prefill_tokens
         if per_token is None:
             if decode is not None:
-                size = times.decode_rows.bit_length()
-                self._alone[size] = _added(self._alone.get(size), decode)
+                self._decode_alone.add(times.decode_rows, times.decode_context, decode)
             return
         if decode is None:
             self._prefill_alone = _added(self._prefill_alone, per_token)
@@ -156,21 +190,11 @@ class SloFeedback:
         if index is None:
             return
         entry = self._table[index]
-        alone = self._predict_alone(times.decode_rows)
+        alone = self._decode_alone.predict(times.decode_rows, times.decode_context)
         if alone:
             entry.decode.add(decode / alone)
         if self._prefill_alone is not None and self._prefill_alone.mean:
             entry.prefill.add(per_token / self._prefill_alone.mean)
-
-    def _predict_alone(self, rows: int) -> float | None:
-        """Seconds of a decode step alone, from the nearest size class that was measured."""
-        if not self._alone:
-            return None
-        size = rows.bit_length()
-        exact = self._alone.get(size)
-        if exact is not None:
-            return exact.mean
-        return self._alone[min(self._alone, key=lambda each: abs(each - size))].mean
 
 
 def _added(average: _Average | None, value: float) -> _Average:

@@ -22,7 +22,7 @@ from aengine.policy.mux import (
     MuxPolicy,
     PriorityStreams,
 )
-from aengine.policy.mux_slo import SloFeedback
+from aengine.policy.mux_slo import SloFeedback, _DecodeAlone
 from aengine.policy.mux_threshold import Division, Threshold
 
 SMS = (78, 108, 114, 132, 148, 188)
@@ -209,6 +209,7 @@ class Device:
 
     def __init__(self, priority_decode: float = 3.2) -> None:
         self.priority_decode = priority_decode
+        self.context = 0
 
     def run(self, partition: SmPartition, *, decode: bool, prefill: bool) -> LaneTimes:
         slow, cost = 1.0, 1.0
@@ -225,7 +226,8 @@ class Device:
         return LaneTimes(
             partition=partition,
             decode_rows=32,
-            decode_seconds=0.00687 * slow if decode else None,
+            decode_context=self.context,
+            decode_seconds=(0.00687 + 3e-8 * self.context) * slow if decode else None,
             prefill_tokens=8192,
             prefill_seconds=0.227 * cost if prefill else None,
         )
@@ -266,6 +268,43 @@ def test_slo_feedback_meets_the_target_with_the_least_loss_of_prefill(target: fl
         and times[each].prefill_seconds < 0.9 * times[chosen].prefill_seconds
     ]
     assert not kinder, "a partition with room to spare costs prefill much less"
+
+
+def test_slo_feedback_foresees_what_longer_contexts_cost() -> None:
+    """Contexts grew while prompts kept coming: no step was alone, and no split was measured."""
+    device, policy, target = Device(), SloFeedback(0.025), 0.025
+    serve(policy, device, 100)
+    for device.context in range(0, 60_000, 3000):
+        measured = (device.run(H200.plain, decode=True, prefill=False),)
+        policy.select(MuxLoad(lanes=H200, decode_rows=32, measured=measured))
+    device.context = 120_000
+    load = MuxLoad(lanes=H200, decode_rows=32, decode_context=120_000, prefill_waiting=8192)
+    chosen = policy.select(load)
+    assert device.run(chosen, decode=True, prefill=True).decode_seconds <= target
+    short = policy.select(MuxLoad(lanes=H200, decode_rows=32, prefill_waiting=8192))
+    assert short == chosen, "it stays a while where it is safe"
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(0, 10**6), st.floats(1e-4, 1.0))),
+    st.integers(1, 300),
+    st.integers(0, 10**7),
+)
+def test_what_a_step_alone_takes_is_foretold_within_reason(
+    steps: list[tuple[int, int, float]], rows: int, context: int
+) -> None:
+    alone = _DecodeAlone()
+    assert alone.predict(rows, context) is None
+    for step in steps:
+        alone.add(*step)
+    if steps:
+        predicted = alone.predict(rows, context)
+        assert predicted is not None
+        longest = max(seconds for _, _, seconds in steps)
+        shortest = min(seconds for _, _, seconds in steps)
+        least = max(1, min(tokens for _, tokens, _ in steps))
+        assert 0.5 * shortest <= predicted * 1.001
+        assert predicted <= longest * max(1, context / least) * 1.001
 
 
 def test_slo_feedback_prefers_priority_streams_where_partitions_lose() -> None:

@@ -175,6 +175,7 @@ def test_the_allocator_tells_what_work_takes() -> None:
     def take(size: int) -> None:
         torch.zeros(size, dtype=torch.uint8, device=device)
 
+    take(1 << 20)  # the first work in a process loads the device's code
     before = memory.free()
     assert 64 << 20 <= memory.peak_of(lambda: take(64 << 20)) < 80 << 20
     assert 8 << 20 <= memory.peak_of(lambda: take(8 << 20)) < 16 << 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -18,6 +19,9 @@ from tests.engine.storm import Place, Storm
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from aengine.batch import SmPartition
+    from aengine.policy.mux import MuxLoad
 
 LAYERS = 2
 
@@ -78,6 +82,35 @@ def test_storm_with_blocks_swapped_to_the_host(place: Place) -> None:
     asyncio.run(several())
     assert storm.swapped, "nothing was swapped"
     assert storm.compared > 15
+
+
+class Dice:
+    """A policy that takes any partition, by a throw of the dice."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(4)
+        self.thrown = 0
+
+    def select(self, load: MuxLoad) -> SmPartition:
+        self.thrown += 1
+        return self._rng.choice(load.lanes.all)
+
+
+@pytest.mark.parametrize("swap", [False, True], ids=["recompute", "swap"])
+def test_storm_with_prefill_and_decode_side_by_side(place: Place, swap: bool) -> None:
+    policy = Dice()
+    storm = Storm(replace(place, options={"mux": [policy]}), 7)
+
+    async def several() -> None:
+        for tight in (False, True, True):
+            await storm.run(12, tight=tight, swap=swap)
+
+    asyncio.run(several())
+    assert policy.thrown > 100
+    assert storm.preemptions
+    assert storm.compared > 15
+    assert storm.cached
+    assert bool(storm.swapped) is swap
 
 
 @pytest.mark.slow

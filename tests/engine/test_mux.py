@@ -191,6 +191,48 @@ async def test_a_step_on_a_new_lane_starts_after_the_last_on_the_old() -> None:
             check([1, 2, 3], (await stream).token_ids)
 
 
+def finish(device: FakeDevice, op: FakeOp) -> None:
+    """Run what stands before `op` on its stream, and itself."""
+    while op in device.pending:
+        device.run(next(each for each in device.ready() if each.stream == op.stream))
+
+
+class Contended:
+    """A split while there is work for both lanes."""
+
+    def select(self, load: MuxLoad) -> SmPartition:
+        return load.lanes.green[0] if load.contended else load.lanes.plain
+
+
+async def test_a_prefill_that_comes_back_to_its_lane_starts_after_decode_on_the_whole_device() -> (
+    None
+):
+    device = FakeDevice()
+    async with engine_on(device, mux=Contended(), enable_prefix_cache=False) as engine:
+        first = engine.generate([1, 2, 3], params(60))
+        await until(lambda: bool(work(device, "prefill")))
+        device.run_all()
+        for _ in range(2):
+            await until(lambda: len(work(device, "forward")) == 2)
+            on_whole = work(device, "forward")
+            prompt = engine.generate([9] * 12, params(1))
+            await until(lambda: bool(work(device, "prefill-")))
+            (prefill,) = work(device, "prefill-")
+            assert prefill not in device.ready(), "decode has the whole device"
+            for step in on_whole:
+                lane = [op for op in device.ready() if op.stream == prefill.stream]
+                assert prefill not in lane
+                finish(device, step)
+            finish(device, prefill)
+            await prompt
+            while work(device, "decode-"):  # what is left of the split
+                finish(device, work(device, "decode-")[0])
+                await settle_down()
+        with device.playing():
+            first.abort()
+            await first
+
+
 async def test_the_partition_is_not_changed_beside_a_running_prefill() -> None:
     device = FakeDevice()
     async with engine_on(device, mux=Dice()) as engine:

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aengine.config import EngineConfig
     from aengine.engine.blocking import BlockingEngine
-    from aengine.engine.front import Engine, Health
+    from aengine.engine.front import Engine
+    from aengine.engine.health import Health
     from aengine.engine.stream import Stream
     from aengine.errors import (
         AEngineError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         InvalidRequestError,
         ModelLoadError,
         OutOfMemoryError,
+        ReaderConflictError,
         RequestAbortedError,
         RequestError,
     )
@@ -80,6 +82,7 @@ __all__ = [
     "InvalidRequestError",
     "ModelLoadError",
     "OutOfMemoryError",
+    "ReaderConflictError",
     "RequestAbortedError",
     "RequestError",
     "RequestMetrics",
@@ -99,7 +102,7 @@ _HOMES = MappingProxyType(
         "EngineConfig": "aengine.config",
         "EngineStats": "aengine.outputs",
         "FinishReason": "aengine.request",
-        "Health": "aengine.engine.front",
+        "Health": "aengine.engine.health",
         "RequestMetrics": "aengine.outputs",
         "RequestOutput": "aengine.outputs",
         "SamplingParams": "aengine.request",

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
+import re
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from aengine.errors import ConfigError
+from aengine.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+_DEVICES = re.compile(r"auto|cpu|cuda(:[0-9]{1,4})?")
 
 LoopMode = Literal["own", "caller"]
 
@@ -57,6 +61,7 @@ class SchedulerConfig:
         if self.block_size is not None:
             _at_least("block_size", self.block_size, 1, 4096)
         _positive("priority_ageing", self.priority_ageing)
+        _boolean("enable_prefix_cache", self.enable_prefix_cache)
         _at_least("max_steps_in_flight", self.max_steps_in_flight, 1, 8)
         _at_least("swap_space", self.swap_space, 0)
         _at_least("swap_min_tokens", self.swap_min_tokens, 1)
@@ -95,6 +100,11 @@ class KVCacheConfig:
     def __post_init__(self) -> None:
         if self.memory is not None and self.fraction is not None:
             raise ConfigError("give kv_cache_memory or kv_cache_fraction, not both")
+        dtypes = ("auto", "float32", "float16", "bfloat16")
+        if self.dtype not in dtypes:
+            raise ConfigError(
+                f"kv_cache_dtype={shown(self.dtype)} must be one of {', '.join(dtypes)}"
+            )
         if self.memory is not None:
             _at_least("kv_cache_memory", self.memory, 1)
         if self.fraction is not None:
@@ -187,18 +197,20 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model={self.model!r} must be a path, a hub id or an alias")
+            raise ConfigError(f"model={shown(self.model)} must be a path, a hub id or an alias")
         if "\x00" in self.model:
             raise ConfigError("model must not contain a null character")
-        if self.device != "auto" and self.device.split(":")[0] not in ("cpu", "cuda"):
-            raise ConfigError(f"device={self.device!r} must be 'auto', 'cpu' or 'cuda[:index]'")
+        if not isinstance(self.device, str) or not _DEVICES.fullmatch(self.device):
+            raise ConfigError(
+                f"device={shown(self.device)} must be 'auto', 'cpu' or 'cuda[:index]'"
+            )
         dtypes = ("auto", "float32", "bfloat16", "float16", "int8")
         if self.dtype not in dtypes:
-            raise ConfigError(f"dtype={self.dtype!r} must be one of {', '.join(dtypes)}")
+            raise ConfigError(f"dtype={shown(self.dtype)} must be one of {', '.join(dtypes)}")
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
         if self.loop not in ("own", "caller"):
-            raise ConfigError(f"loop={self.loop!r} must be 'own' or 'caller'")
+            raise ConfigError(f"loop={shown(self.loop)} must be 'own' or 'caller'")
         check_seconds("shutdown_timeout", self.shutdown_timeout)
         if self.cpu_threads is not None:
             _at_least("cpu_threads", self.cpu_threads, 1, 1024)
@@ -207,12 +219,27 @@ class EngineConfig:
         policy = self.mux
         select = None if isinstance(policy, type) else getattr(policy, "select", None)
         if policy is not None and not callable(select):
-            raise ConfigError(f"mux={self.mux!r} must be an object with a method select(load)")
+            raise ConfigError(f"mux={shown(self.mux)} must be an object with a method select(load)")
+        for name in ("cuda_graphs", "debug"):
+            _boolean(name, getattr(self, name))
+        if self.trace is not None:
+            if not isinstance(self.trace, str) or not self.trace:
+                raise ConfigError(f"trace={shown(self.trace)} must be the path of a file")
+            if not os.path.isdir(os.path.dirname(self.trace) or "."):
+                raise ConfigError(f"trace={shown(self.trace)}: there is no such folder")
+        if self.metrics is not None and not callable(getattr(self.metrics, "register", None)):
+            raise ConfigError(
+                f"metrics={shown(self.metrics)} must be a prometheus_client.CollectorRegistry"
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed={shown(self.seed)} must be an integer")
         if self.load_format not in ("auto", "dummy"):
-            raise ConfigError(f"load_format={self.load_format!r} must be 'auto' or 'dummy'")
+            raise ConfigError(f"load_format={shown(self.load_format)} must be 'auto' or 'dummy'")
 
     @classmethod
-    def from_options(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:
+    def from_options(
+        cls, model: str | os.PathLike[str], options: Mapping[str, Any]
+    ) -> EngineConfig:
         """Sort flat keyword arguments into the parts.
 
         Raises:
@@ -225,7 +252,8 @@ class EngineConfig:
         parts: dict[str, dict[str, Any]] = {"scheduler": {}, "kv_cache": {}, "grammar": {}, "": {}}
         for name, value in options.items():
             if name in own:
-                parts[""][name] = value
+                as_path = name == "trace" and isinstance(value, os.PathLike)
+                parts[""][name] = os.fspath(value) if as_path else value
             elif name in routes:
                 part, key = routes[name]
                 parts[part][key] = value
@@ -234,12 +262,17 @@ class EngineConfig:
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"unknown engine option {name!r}{hint}")
         return cls(
-            model=model,
+            model=os.fspath(model) if isinstance(model, os.PathLike) else model,
             scheduler=SchedulerConfig(**parts["scheduler"]),
             kv_cache=KVCacheConfig(**parts["kv_cache"]),
             grammar=GrammarLimits(**parts["grammar"]),
             **parts[""],
         )
+
+
+def _boolean(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={shown(value)} must be True or False")
 
 
 def check_seconds(name: str, value: Any) -> None:
@@ -254,12 +287,12 @@ def check_seconds(name: str, value: Any) -> None:
         or not math.isfinite(value)
         or value < 0
     ):
-        raise ConfigError(f"{name}={value!r} must be a finite number of seconds, at least 0")
+        raise ConfigError(f"{name}={shown(value)} must be a finite number of seconds, at least 0")
 
 
 def _at_least(name: str, value: Any, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name}={value!r} must be an integer")
+        raise ConfigError(f"{name}={shown(value)} must be an integer")
     if value < low or (high is not None and value > high):
         span = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ConfigError(f"{name}={value} must be {span}")
@@ -267,6 +300,6 @@ def _at_least(name: str, value: Any, low: int, high: int | None = None) -> None:
 
 def _positive(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ConfigError(f"{name}={value!r} must be a finite number")
+        raise ConfigError(f"{name}={shown(value)} must be a finite number")
     if value <= 0:
         raise ConfigError(f"{name}={value} must be above 0")

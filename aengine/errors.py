@@ -19,6 +19,7 @@
         │   └── GrammarError                    a schema, regex or grammar is invalid or unsupported
         ├── DeadlineExceededError (TimeoutError)
         ├── RequestAbortedError
+        ├── ReaderConflictError (RuntimeError)  a stream is read twice at a time
         └── GenerationError                 this request failed while it ran; others go on
 
 Each class has `.code` (a stable word for programs) and `.status_code` (what an HTTP front end
@@ -27,10 +28,22 @@ would answer). All can be pickled.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+import pickle
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+E = TypeVar("E", bound="AEngineError")
+
+
+def shown(value: object, longest: int = 100) -> str:
+    """A value as error messages show it: of bounded length, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"<{type(value).__name__} without a repr>"
+    return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
 
 
 class AEngineError(Exception):
@@ -44,11 +57,27 @@ class AEngineError(Exception):
         for name, value in fields.items():
             setattr(self, name, value)
 
+    def fresh(self) -> Self:
+        """The same error as a new object: one that many raise would collect their tracebacks."""
+        error: Self = _rebuild(type(self), self.args, self.__dict__.copy())
+        error.__cause__ = self.__cause__
+        return error
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args, self.__dict__.copy())
+        state = {name: _picklable(value) for name, value in self.__dict__.items()}
+        return _rebuild, (type(self), self.args, state)
 
 
-def _rebuild(cls: type[AEngineError], args: tuple[Any, ...], state: dict[str, Any]) -> AEngineError:
+def _picklable(value: Any) -> Any:
+    """The value itself, or what error messages show of it."""
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return shown(value)
+    return value
+
+
+def _rebuild(cls: type[E], args: tuple[Any, ...], state: dict[str, Any]) -> E:
     error = cls.__new__(cls)
     Exception.__init__(error, *args)
     error.__dict__.update(state)
@@ -209,6 +238,13 @@ class RequestAbortedError(RequestError):
 
     code = "request_aborted"
     status_code = 499
+
+
+class ReaderConflictError(RequestError, RuntimeError):
+    """A stream has one reader at a time, in the event loop that called `generate`."""
+
+    code = "reader_conflict"
+    status_code = 409
 
 
 class GenerationError(RequestError):

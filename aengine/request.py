@@ -6,15 +6,14 @@ was written and never reaches the step loop.
 
 from __future__ import annotations
 
-import difflib
 import enum
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, get_args
 
-from aengine.errors import GrammarError, InvalidRequestError
+from aengine.checks import as_tuple, bad, check_integer, check_names, check_number, is_unicode
+from aengine.errors import GrammarError, shown
 
 StructuredKind = Literal["json", "regex", "grammar", "choice", "json_object", "structural_tag"]
 
@@ -22,6 +21,7 @@ LogitsProcessor = Callable[[Sequence[int], Any], Any]
 """`processor(output_token_ids, logits) -> logits`; logits is a float32 vector [vocabulary]."""
 
 MAX_LOGPROBS = 20
+MAX_INT = 2**31 - 1
 
 
 class FinishReason(enum.StrEnum):
@@ -55,6 +55,16 @@ class StructuredOutput:
     kind: StructuredKind
     spec: str
 
+    def __post_init__(self) -> None:
+        kinds = get_args(StructuredKind)
+        if self.kind not in kinds or not isinstance(self.spec, str):
+            raise GrammarError(
+                f"kind={shown(self.kind)} must be one of {', '.join(kinds)} and "
+                f"spec={shown(self.spec)} a text: use the class methods",
+                param="structured",
+                value=self.kind,
+            )
+
     @classmethod
     def json(cls, schema: Any) -> StructuredOutput:
         """Output that validates against a JSON schema.
@@ -68,7 +78,7 @@ class StructuredOutput:
         if hasattr(schema, "model_json_schema"):
             schema = schema.model_json_schema()
         if isinstance(schema, (Mapping, bool)):
-            schema = json.dumps(schema)
+            schema = _dumped(schema, "the schema")
         if not isinstance(schema, str):
             raise GrammarError(
                 "a JSON schema is a dict, a JSON text or a pydantic model, "
@@ -78,7 +88,7 @@ class StructuredOutput:
             )
         try:
             json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise GrammarError(
                 f"the schema is not valid JSON: {error}", param="structured", value=schema
             ) from error
@@ -110,12 +120,15 @@ class StructuredOutput:
             GrammarError: the list is empty or holds something that is not a non-empty string.
         """
         if (
-            isinstance(options, str)
+            isinstance(options, (str, bytes))
+            or not isinstance(options, Sequence)
             or not options
             or not all(isinstance(o, str) and o for o in options)
         ):
             raise GrammarError(
-                "choice needs at least one non-empty string", param="structured", value=options
+                f"choice needs a list of at least one non-empty string, not {shown(options)}",
+                param="structured",
+                value=options,
             )
         return cls(kind="choice", spec=json.dumps(list(options)))
 
@@ -134,6 +147,13 @@ class StructuredOutput:
         Raises:
             GrammarError: the list is empty or a tag lacks one of the three keys.
         """
+        given: Any = tags
+        if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
+            raise GrammarError(
+                f"structural_tag takes a list of tags, not {shown(tags)}",
+                param="structured",
+                value=tags,
+            )
         for tag in tags:
             if not isinstance(tag, Mapping) or not {"begin", "schema", "end"} <= set(tag):
                 raise GrammarError(
@@ -145,7 +165,16 @@ class StructuredOutput:
             raise GrammarError(
                 "structural_tag needs at least one tag", param="structured", value=tags
             )
-        return cls(kind="structural_tag", spec=json.dumps([dict(tag) for tag in tags]))
+        return cls(kind="structural_tag", spec=_dumped([dict(tag) for tag in tags], "a tag"))
+
+
+def _dumped(value: Any, what: str) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise GrammarError(
+            f"{what} cannot be written as JSON: {error}", param="structured", value=value
+        ) from error
 
 
 def _text(value: Any, what: str) -> str:
@@ -209,16 +238,22 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logits_processors: Sequence[LogitsProcessor] = ()
 
+    def __new__(cls, **options: Any) -> Self:
+        check_names(cls, options)
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         set_ = object.__setattr__
         set_(
-            self, "stop", (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
+            self,
+            "stop",
+            (self.stop,) if isinstance(self.stop, str) else as_tuple("stop", self.stop),
         )
-        set_(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
-        set_(self, "bad_words", _tuple("bad_words", self.bad_words))
-        set_(self, "logits_processors", _tuple("logits_processors", self.logits_processors))
+        set_(self, "stop_token_ids", as_tuple("stop_token_ids", self.stop_token_ids))
+        set_(self, "bad_words", as_tuple("bad_words", self.bad_words))
+        set_(self, "logits_processors", as_tuple("logits_processors", self.logits_processors))
         if self.allowed_token_ids is not None:
-            set_(self, "allowed_token_ids", _tuple("allowed_token_ids", self.allowed_token_ids))
+            set_(self, "allowed_token_ids", as_tuple("allowed_token_ids", self.allowed_token_ids))
         if self.top_k == -1:
             set_(self, "top_k", 0)
         self._check_lengths()
@@ -227,51 +262,54 @@ class SamplingParams:
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, None)
-        _integer("min_tokens", self.min_tokens, 0, None)
+            check_integer("max_tokens", self.max_tokens, 1, None)
+        check_integer("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _bad("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        _integer("n", self.n, 1, 128)
-        _integer("top_k", self.top_k, 0, None)
+            raise bad("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        check_integer("n", self.n, 1, 128)
+        check_integer("top_k", self.top_k, 0, MAX_INT)
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+            check_integer("seed", self.seed, -(2**63), 2**64 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+                check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
 
     def _check_numbers(self) -> None:
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        check_number("temperature", self.temperature, 0.0, 100.0)
+        check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
 
     def _check_tokens(self) -> None:
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise bad(name, getattr(self, name), "True or False")
         for name in ("stop", "bad_words"):
             for text in getattr(self, name):
-                if not isinstance(text, str) or not text:
-                    raise _bad(name, text, "non-empty strings")
+                if not isinstance(text, str) or not text or not is_unicode(text):
+                    raise bad(name, text, "non-empty strings of valid Unicode")
         for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, None)
+            check_integer("stop_token_ids", token, 0, MAX_INT)
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
-                raise _bad(
+                raise bad(
                     "allowed_token_ids", self.allowed_token_ids, "at least one token id, or None"
                 )
             for token in self.allowed_token_ids:
-                _integer("allowed_token_ids", token, 0, None)
+                check_integer("allowed_token_ids", token, 0, MAX_INT)
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
-                raise _bad("logit_bias", self.logit_bias, "a mapping of token id to number")
+                raise bad("logit_bias", self.logit_bias, "a mapping of token id to number")
             for token, value in self.logit_bias.items():
-                _integer("logit_bias", token, 0, None)
-                _number("logit_bias", value, -100.0, 100.0)
+                check_integer("logit_bias", token, 0, MAX_INT)
+                check_number("logit_bias", value, -100.0, 100.0)
         if self.structured is not None and not isinstance(self.structured, StructuredOutput):
-            raise _bad("structured", self.structured, "a StructuredOutput")
+            raise bad("structured", self.structured, "a StructuredOutput")
         for processor in self.logits_processors:
             if not callable(processor):
-                raise _bad("logits_processors", processor, "callables")
+                raise bad("logits_processors", processor, "callables")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> SamplingParams:
@@ -280,14 +318,8 @@ class SamplingParams:
         Raises:
             InvalidRequestError: an unknown name or a bad value.
         """
-        known = [f.name for f in fields(cls)]
-        for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-                raise InvalidRequestError(
-                    f"unknown sampling parameter {name!r}{hint}", param=name, value=options[name]
-                )
+        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+            raise bad("options", options, "a mapping of names to values")
         return cls(**options)
 
     @property
@@ -302,30 +334,6 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
         )
-
-
-def _bad(name: str, value: Any, wanted: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name}={value!r} is not valid: {wanted}", param=name, value=value)
-
-
-def _tuple(name: str, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, set, frozenset)):
-        raise _bad(name, value, "a list")
-    return tuple(value)
-
-
-def _integer(name: str, value: Any, low: int, high: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _bad(name, value, "an integer")
-    if value < low or (high is not None and value > high):
-        raise _bad(name, value, f"at least {low}" if high is None else f"from {low} to {high}")
-
-
-def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _bad(name, value, "a finite number")
-    if value > high or value < low or (open_low and value == low):
-        raise _bad(name, value, f"{'above' if open_low else 'from'} {low:g} to {high:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

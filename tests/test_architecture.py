@@ -40,6 +40,7 @@ ROOMS = {
     "request.py": Room(pure=True),
     "batch.py": Room(pure=True),
     "outputs.py": Room(pure=True),
+    "checks.py": Room(pure=True),
     "threads.py": Room(pure=True),
     "pytest_plugin.py": Room(awaits=True),
     "policy": Room(pure=True),

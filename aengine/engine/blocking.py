@@ -14,11 +14,12 @@ from aengine.engine.loop_thread import LoopThread
 from aengine.errors import EngineClosedError
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Coroutine, Iterable, Iterator, Sequence
     from types import TracebackType
     from typing import TypeVar
 
-    from aengine.engine.front import Health
+    from aengine.engine.health import Health
     from aengine.engine.lifecycle import PauseMode
     from aengine.engine.messages import Prompt
     from aengine.engine.stream import Stream
@@ -41,7 +42,7 @@ class BlockingEngine:
         ConfigError: an unknown option, or an impossible value.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         self._open(Engine(model, **options))
 
     @classmethod
@@ -169,7 +170,7 @@ class BlockingEngine:
         """Make the KV cache again, as `Engine.wake`."""
         self._run(self._engine.wake())
 
-    def update_weights(self, model: str) -> None:
+    def update_weights(self, model: str | os.PathLike[str]) -> None:
         """Exchange the weights, as `Engine.update_weights`."""
         self._run(self._engine.update_weights(model))
 

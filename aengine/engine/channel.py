@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from aengine.errors import AEngineError, DeadlineExceededError
+from aengine.errors import AEngineError, DeadlineExceededError, ReaderConflictError
 from aengine.outputs import Chunk, CompletionOutput, RequestMetrics, RequestOutput, Usage
 from aengine.request import FinishReason
 
@@ -119,11 +119,11 @@ class Channel:
 
         Raises:
             AEngineError: the request failed; everything delivered before was returned before.
-            RuntimeError: another task is reading already, or another loop's.
+            ReaderConflictError: another task is reading already, or another loop's.
         """
         while not self._unread:
             if self._error is not None:
-                raise self._fresh_error()
+                raise self._error.fresh()
             if self._open == 0:
                 return None
             await self._wait()
@@ -132,10 +132,14 @@ class Channel:
 
     async def _wait(self) -> None:
         if asyncio.get_running_loop() is not self.loop:
-            raise RuntimeError("a stream is read in the event loop that called generate()")
+            raise ReaderConflictError(
+                "a stream is read in the event loop that called generate()",
+                request_id=self.request_id,
+            )
         if self._waiter is not None:
-            raise RuntimeError(
-                f"request {self.request_id!r} already has a reader: a stream has one at a time"
+            raise ReaderConflictError(
+                f"request {self.request_id!r} already has a reader: a stream has one at a time",
+                request_id=self.request_id,
             )
         self._waiter = self.loop.create_future()
         try:
@@ -147,15 +151,6 @@ class Channel:
         finally:
             self._waiter = None
 
-    def _fresh_error(self) -> AEngineError:
-        """A new exception object per raise: a shared one would collect every raiser's traceback."""
-        error = self._error
-        assert error is not None
-        rebuild, args = error.__reduce__()[:2]
-        fresh: AEngineError = rebuild(*args)
-        fresh.__cause__ = error.__cause__
-        return fresh
-
     def result(self) -> RequestOutput:
         """Everything delivered, as one result.
 
@@ -163,7 +158,7 @@ class Channel:
             AEngineError: the request failed.
         """
         if self._error is not None:
-            raise self._fresh_error()
+            raise self._error.fresh()
         assert self._open == 0
         completions = tuple(
             CompletionOutput(

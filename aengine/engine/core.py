@@ -14,16 +14,16 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from aengine.engine.detokenize import Detokenizer
-from aengine.engine.live import LiveSequence
+from aengine.engine.live import LiveSequence, empty_chunk
 from aengine.engine.messages import Prepared
-from aengine.engine.prompts import encode_prompt
+from aengine.engine.prompts import check_token_rules, encode_prompt
 from aengine.errors import (
     AEngineError,
     EngineClosedError,
     GenerationError,
     RequestError,
 )
-from aengine.outputs import Chunk, EngineStats, RequestMetrics, Usage
+from aengine.outputs import EngineStats
 from aengine.request import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -111,8 +111,14 @@ class EngineCore:
     async def _prepare(self, message: Submit) -> None:
         channel = message.channel
         try:
+            check_token_rules(message.params, self._parts.launcher.vocab_size)
             ids = await self._encode(message.prompt)
-            requests = self._expand(message, ids)
+            bad_words: tuple[tuple[int, ...], ...] = ()
+            if message.params.bad_words:
+                bad_words = await self._parts.text_thread.run(
+                    self._parts.bad_word_ids, message.params
+                )
+            requests = self._expand(message, ids, bad_words)
             matchers: list[GrammarMatcher] = []
             if (structured := message.params.structured) is not None:
                 first = await self._parts.grammars.matcher(structured)
@@ -142,7 +148,12 @@ class EngineCore:
     def _drop_prepared(self, channel: Channel) -> None:
         self._preparing.pop(channel, None)
 
-    def _expand(self, message: Submit, prompt_token_ids: tuple[int, ...]) -> list[Request]:
+    def _expand(
+        self,
+        message: Submit,
+        prompt_token_ids: tuple[int, ...],
+        bad_words: tuple[tuple[int, ...], ...],
+    ) -> list[Request]:
         params = message.params
         room = self._parts.max_model_len - len(prompt_token_ids)
         return [
@@ -158,7 +169,7 @@ class EngineCore:
                 arrival=message.arrival,
                 deadline=message.deadline,
                 cache_salt=message.cache_salt,
-                bad_word_token_ids=self._parts.bad_word_ids(params),
+                bad_word_token_ids=bad_words,
             )
             for index in range(params.n)
         ]
@@ -206,19 +217,9 @@ class EngineCore:
             self._finish_early(seq_id, reason)
 
     def _end_unprepared(self, channel: Channel, reason: FinishReason) -> None:
-        nothing = Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=0)
         for index in range(channel.n):
             self._finished[reason] += 1
-            self._outbox.post(
-                channel,
-                Chunk(
-                    request_id=channel.request_id,
-                    index=index,
-                    finish_reason=reason,
-                    usage=nothing,
-                    metrics=RequestMetrics(),
-                ),
-            )
+            self._outbox.post(channel, empty_chunk(channel.request_id, index, reason))
 
     def abort_id(self, request_id: str) -> None:
         """Drop every request with this label."""

@@ -7,7 +7,6 @@ import itertools
 import logging
 import warnings
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from aengine.config import EngineConfig, check_seconds
@@ -15,6 +14,7 @@ from aengine.engine.channel import Channel
 from aengine.engine.contexts import carried
 from aengine.engine.ending import CLOSING, GRACE, closed
 from aengine.engine.exit_hook import ExitHook
+from aengine.engine.health import Health
 from aengine.engine.loading import load_parts
 from aengine.engine.many import generate_many
 from aengine.engine.messages import Abort, AbortById, Close, Submit
@@ -23,10 +23,11 @@ from aengine.engine.prompts import check_options, check_prompt
 from aengine.engine.runtime import CallerLoop, OwnLoop
 from aengine.engine.service import EngineService, EngineState
 from aengine.engine.stream import Stream
-from aengine.errors import EngineStateError
+from aengine.errors import ConfigError, EngineStateError, InvalidRequestError, shown
 from aengine.request import SamplingParams
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
@@ -44,24 +45,6 @@ logger = logging.getLogger("aengine")
 
 NEVER = 1e18
 """Seconds: a deadline that is later than that is as good as none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
-    """Whether an engine can serve.
-
-    `state`: "new", "starting", "running", "closing", "closed" or "dead". `alive`: it takes
-    requests; while it is `paused` they wait, while it is `asleep` it refuses them.
-    `heartbeat_age`: seconds since the step loop came round. An idle engine comes round every
-    second, a busy one with every step: an old heartbeat means a device or a loop that hangs.
-    """
-
-    state: str
-    alive: bool
-    paused: bool = False
-    asleep: bool = False
-    heartbeat_age: float | None = None
-    error: str | None = None
 
 
 class Engine(Operable):
@@ -88,7 +71,15 @@ class Engine(Operable):
         ConfigError: an unknown option, or an impossible value.
     """
 
-    def __init__(self, model: str, *, on_progress: Progress | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        on_progress: Progress | None = None,
+        **options: Any,
+    ) -> None:
+        if on_progress is not None and not callable(on_progress):
+            raise ConfigError(f"on_progress={shown(on_progress)} must be callable")
         self.config = EngineConfig.from_options(model, options)
         self._open(self.config, load_parts, on_progress)
 
@@ -302,7 +293,8 @@ class Engine(Operable):
             concurrency: most requests at once; None: twice `max_num_seqs`.
             return_exceptions: put the error of a prompt in the place of its answer. Otherwise the
                 first error ends the batch and is raised.
-            on_progress: called in this loop with (prompts done, prompts in all or None).
+            on_progress: called in this loop with (prompts done, prompts in all or None); what it
+                raises ends the batch.
             progress: show a bar on stderr.
             options: `priority`, `deadline`, `cache_salt`, `request_id` of every request.
 
@@ -322,7 +314,17 @@ class Engine(Operable):
         )
 
     def abort(self, request_id: str) -> None:
-        """Drop every request with this label; unknown labels are ignored. From any thread."""
+        """Drop every request with this label; unknown labels are ignored. From any thread.
+
+        Raises:
+            InvalidRequestError: `request_id` is not a string.
+        """
+        if not isinstance(request_id, str):
+            raise InvalidRequestError(
+                f"request_id={shown(request_id)} must be a string",
+                param="request_id",
+                value=request_id,
+            )
         self._service.post(AbortById(request_id))
 
     # -- sight ---------------------------------------------------------------------------------

@@ -114,3 +114,14 @@ class LiveSequence:
             ),
             metrics=self.metrics(now),
         )
+
+
+def empty_chunk(request_id: str, index: int, reason: FinishReason) -> Chunk:
+    """The only chunk of a sequence that ended before it began."""
+    return Chunk(
+        request_id=request_id,
+        index=index,
+        finish_reason=reason,
+        usage=Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=0),
+        metrics=RequestMetrics(),
+    )

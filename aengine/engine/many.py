@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from aengine.errors import AEngineError, EngineOverloadedError, InvalidRequestError
+from aengine.errors import AEngineError, EngineOverloadedError, InvalidRequestError, shown
 from aengine.request import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from aengine.engine.front import Engine
     from aengine.engine.messages import Prompt
@@ -34,9 +34,15 @@ async def generate_many(
     options: dict[str, Any],
 ) -> list[Outcome]:
     """See `Engine.generate_many`."""
-    total = len(prompts) if isinstance(prompts, Sequence) else None
     limit = 2 * engine.config.scheduler.max_num_seqs if concurrency is None else concurrency
+    total = len(prompts) if isinstance(prompts, Sequence) else None
     _check(prompts, params, limit, total)
+    if on_progress is not None and not callable(on_progress):
+        raise InvalidRequestError(
+            f"on_progress={shown(on_progress)} must be callable",
+            param="on_progress",
+            value=on_progress,
+        )
     with _advances(on_progress, progress, total) as advance:
         batch = _Batch(engine, _pairs(prompts, params), return_exceptions, options, advance, total)
         return await batch.run(limit if total is None else min(limit, total))
@@ -93,6 +99,12 @@ class _Batch:
 
 
 def _check(prompts: Any, params: Any, limit: Any, total: int | None) -> None:
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise InvalidRequestError(
+            f"generate_many takes a list (or another iterable) of prompts, not {shown(prompts)}",
+            param="prompts",
+            value=prompts,
+        )
     if isinstance(prompts, (str, bytes)):
         raise InvalidRequestError(
             "generate_many takes prompts, not one text; use generate() for that",
@@ -101,12 +113,19 @@ def _check(prompts: Any, params: Any, limit: Any, total: int | None) -> None:
         )
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise InvalidRequestError(
-            f"concurrency={limit!r} must be an integer of at least 1",
+            f"concurrency={shown(limit)} must be an integer of at least 1",
             param="concurrency",
             value=limit,
         )
     if params is None or isinstance(params, SamplingParams):
         return
+    if isinstance(params, (str, bytes)) or not isinstance(params, Sequence):
+        raise InvalidRequestError(
+            f"params must be SamplingParams, or a list with one for each prompt, not "
+            f"{shown(params)}",
+            param="params",
+            value=params,
+        )
     if total is None or len(params) != total:
         known = "an iterable of unknown length" if total is None else f"{total} prompts"
         raise InvalidRequestError(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING, Any
 
-from aengine.errors import ConfigError
+from aengine.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -36,7 +37,7 @@ class Operable:
             EngineClosedError, EngineDeadError: the engine is not running, or ends meanwhile.
         """
         if mode not in ("abort", "wait", "keep"):
-            raise ConfigError(f"mode={mode!r} must be 'abort', 'wait' or 'keep'")
+            raise ConfigError(f"mode={shown(mode)} must be 'abort', 'wait' or 'keep'")
         await self._perform(lambda life: life.pause(mode))
 
     async def resume(self) -> None:
@@ -68,7 +69,7 @@ class Operable:
         """
         await self._perform(lambda life: life.wake())
 
-    async def update_weights(self, model: str) -> None:
+    async def update_weights(self, model: str | os.PathLike[str]) -> None:
         """Exchange the weights for others of the same network.
 
         Requests that run finish with the old weights first; those that come meanwhile wait and are
@@ -85,7 +86,10 @@ class Operable:
             EngineStateError: the engine is asleep, or paused with requests kept.
             EngineClosedError, EngineDeadError: the engine is not running.
         """
-        await self._perform(lambda life: life.update_weights(model))
+        if not isinstance(model, (str, os.PathLike)) or not os.fspath(model):
+            raise ConfigError(f"model={shown(model)} must be a path, a hub id or an alias")
+        path = str(os.fspath(model))
+        await self._perform(lambda life: life.update_weights(path))
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; requests that run go on.

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from aengine.errors import ContextLengthError, InvalidRequestError
+from aengine.errors import ContextLengthError, InvalidRequestError, shown
 from aengine.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def check_prompt(prompt: Prompt) -> None:
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
         raise InvalidRequestError(
             "a prompt is a string, a list of token ids or a list of chat messages, "
-            f"not {type(prompt).__name__}",
+            f"not {type(prompt).__name__}: {shown(prompt)}",
             param="prompt",
             value=prompt,
         )
@@ -70,21 +70,26 @@ def check_options(
     """
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(
-            f"params must be SamplingParams, not {type(params).__name__}",
+            f"params must be SamplingParams, not {shown(params)}",
             param="params",
             value=params,
         )
     if isinstance(priority, bool) or not isinstance(priority, int):
-        raise InvalidRequestError("priority must be an integer", param="priority", value=priority)
+        raise _bad_option("priority", priority, "an integer")
+    if not -(2**31) <= priority < 2**31:
+        raise _bad_option("priority", priority, f"an integer from {-(2**31)} to {2**31 - 1}")
     if deadline is not None and (
         isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0
     ):
-        raise InvalidRequestError(
-            "deadline must be a number of seconds above 0", param="deadline", value=deadline
-        )
+        raise _bad_option("deadline", deadline, "a number of seconds from now, above 0")
     for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
         if value is not None and (not isinstance(value, str) or not value):
-            raise InvalidRequestError(f"{name} must be a non-empty string", param=name, value=value)
+            raise _bad_option(name, value, "a non-empty string")
+
+
+def _bad_option(name: str, value: Any, wanted: str) -> InvalidRequestError:
+    message = f"{name}={shown(value)} must be {wanted}"
+    return InvalidRequestError(message, param=name, value=value)
 
 
 def encode_prompt(prompt: Prompt, codec: TextCodec, *, max_model_len: int) -> tuple[int, ...]:
@@ -102,6 +107,7 @@ def encode_prompt(prompt: Prompt, codec: TextCodec, *, max_model_len: int) -> tu
     if isinstance(prompt, str):
         ids = codec.encode(prompt)
     elif isinstance(prompt[0], Mapping):
+        _check_messages(prompt)
         text = codec.render_chat(prompt)  # type: ignore[arg-type]
         _check_unicode(text)
         ids = codec.encode(text, add_special_tokens=False)
@@ -119,6 +125,40 @@ def encode_prompt(prompt: Prompt, codec: TextCodec, *, max_model_len: int) -> tu
     return tuple(ids)
 
 
+def _check_messages(prompt: Sequence[Any]) -> None:
+    for message in prompt:
+        if not isinstance(message, Mapping):
+            raise InvalidRequestError(
+                f"a prompt of chat messages holds {shown(message)}, not a mapping with role and "
+                "content",
+                param="prompt",
+                value=message,
+            )
+        if not isinstance(role := message.get("role"), str):
+            raise InvalidRequestError(
+                f"the role of a chat message must be a string, not {shown(role)}",
+                param="prompt",
+                value=message,
+            )
+
+
+def check_token_rules(params: SamplingParams, vocab_size: int) -> None:
+    """Reject rules about tokens that the model does not have.
+
+    Raises:
+        InvalidRequestError: `.param` names the rule.
+    """
+    rules = {"allowed_token_ids": params.allowed_token_ids, "logit_bias": params.logit_bias}
+    for name, ids in rules.items():
+        for token in ids or ():
+            if token >= vocab_size:
+                raise InvalidRequestError(
+                    f"{name} holds {token}, which is not in the vocabulary (0 to {vocab_size - 1})",
+                    param=name,
+                    value=token,
+                )
+
+
 def _token_ids(prompt: Sequence[Any], vocab_size: int) -> list[int]:
     ids: list[int] = []
     for value in prompt:
@@ -126,11 +166,14 @@ def _token_ids(prompt: Sequence[Any], vocab_size: int) -> list[int]:
             token = operator.index(value)
         except TypeError:
             raise InvalidRequestError(
-                f"a prompt of token ids holds {value!r}", param="prompt", value=value
+                f"a prompt of token ids holds {shown(value)}, not an integer of 0 to "
+                f"{vocab_size - 1}",
+                param="prompt",
+                value=value,
             ) from None
         if isinstance(value, bool) or not 0 <= token < vocab_size:
             raise InvalidRequestError(
-                f"token id {value!r} is not in the vocabulary (0 to {vocab_size - 1})",
+                f"token id {shown(value)} is not in the vocabulary (0 to {vocab_size - 1})",
                 param="prompt",
                 value=value,
             )

@@ -57,7 +57,7 @@ class Stream:
             StopAsyncIteration: after the last chunk, which carries `finish_reason`.
             RequestError: this request failed.
             EngineDeadError, EngineClosedError: the engine ended.
-            RuntimeError: another task reads this stream at the same time.
+            ReaderConflictError: another task reads this stream at the same time.
         """
         chunk = await self._channel.next()
         if chunk is None:

@@ -165,7 +165,10 @@ class EngineConfig:
             open (restored at close); None leaves it alone.
         trace: path of a Chrome trace to write at close; None: no trace.
         load_format: "auto", or "dummy" for random weights.
-        metrics: a `prometheus_client.CollectorRegistry` for the engine's series; None: no metrics.
+        metrics: a `prometheus_client.CollectorRegistry` for the engine's series; None: one of its
+            own (`Engine.metrics`), where prometheus_client is installed; False: no metrics.
+        tracer_provider: an OpenTelemetry `TracerProvider` for a span of each request; None: the
+            program's, where opentelemetry-api is installed; False: no spans.
         mux: chooses how prefill and decode share the device (an object with `select`, see
             `aengine.policy.mux`); None: they take turns.
         cuda_graphs: launch steady decode steps as captured graphs (on a GPU).
@@ -192,6 +195,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     debug: bool = False
     metrics: Any = None
+    tracer_provider: Any = None
     mux: Any = None
     seed: int = 0
 
@@ -227,10 +231,15 @@ class EngineConfig:
                 raise ConfigError(f"trace={shown(self.trace)} must be the path of a file")
             if not os.path.isdir(os.path.dirname(self.trace) or "."):
                 raise ConfigError(f"trace={shown(self.trace)}: there is no such folder")
-        if self.metrics is not None and not callable(getattr(self.metrics, "register", None)):
-            raise ConfigError(
-                f"metrics={shown(self.metrics)} must be a prometheus_client.CollectorRegistry"
-            )
+        given = {
+            "metrics": ("register", "a prometheus_client.CollectorRegistry"),
+            "tracer_provider": ("get_tracer", "an OpenTelemetry TracerProvider"),
+        }
+        for name, (method, wanted) in given.items():
+            value = getattr(self, name)
+            off = value is None or value is False
+            if not off and (isinstance(value, type) or not callable(getattr(value, method, None))):
+                raise ConfigError(f"{name}={shown(value)} must be {wanted}, None or False")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed={shown(self.seed)} must be an integer")
         if self.load_format not in ("auto", "dummy"):

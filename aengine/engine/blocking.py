@@ -186,6 +186,11 @@ class BlockingEngine:
         """Whether the engine serves, as `Engine.health`."""
         return self._engine.health()
 
+    @property
+    def metrics(self) -> Any:
+        """The registry with its series, as `Engine.metrics`."""
+        return self._engine.metrics
+
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         if (loop := self._loop) is None:
             work.close()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aengine.batch import TokenLogprobs
+    from aengine.engine.spans import OpenSpan
 
 
 @dataclass(slots=True)
@@ -79,6 +80,8 @@ class Channel:
         self._open = n
         self._error: AEngineError | None = None
         self._abort_asked = False
+        self.span: OpenSpan | None = None
+        """What tells its end to the host's tracing, if anybody does. The engine's."""
 
     @property
     def finished(self) -> bool:

@@ -51,3 +51,10 @@ async def closed(close: Callable[[], object], seconds: float | None) -> bool:
     if done and (error := closing.exception()) is not None:
         logger.error("closing the engine", exc_info=error)
     return bool(done)
+
+
+async def outcome(future: asyncio.Future[None]) -> None:
+    """Await it; cancelling that leaves it alone, and nobody misses its error then."""
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    await asyncio.wait([future])
+    future.result()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from aengine.config import EngineConfig, check_seconds
 from aengine.engine.channel import Channel
 from aengine.engine.contexts import carried
-from aengine.engine.ending import CLOSING, GRACE, closed
+from aengine.engine.ending import CLOSING, GRACE, closed, outcome
 from aengine.engine.exit_hook import ExitHook
 from aengine.engine.health import Health
 from aengine.engine.loading import load_parts
@@ -124,7 +124,7 @@ class Engine(Operable):
         elif service.state not in (EngineState.STARTING, EngineState.RUNNING):
             raise service.closed_error()
         try:
-            await _outcome(asyncio.wrap_future(service.started))
+            await outcome(asyncio.wrap_future(service.started))
         except asyncio.CancelledError:
             _stop(service)
             await self._ended(2 * GRACE)
@@ -255,6 +255,8 @@ class Engine(Operable):
             loop=asyncio.get_running_loop(),
             on_abort=_Abort(service),
         )
+        if service.spans is not None:
+            channel.span = service.spans.begin(prompt, params)
         now = service.clock()
         taken = service.post(
             Submit(
@@ -350,6 +352,12 @@ class Engine(Operable):
             error=None if service.death is None else repr(service.death),
         )
 
+    @property
+    def metrics(self) -> Any:
+        """The `prometheus_client.CollectorRegistry` with this engine's series: the one given, or
+        its own. None: before the start, and where nothing is counted."""
+        return self._service.registry
+
     def closed_error(self) -> AEngineError:
         """Why no request can be taken now, as a new exception."""
         return self._service.closed_error()
@@ -376,13 +384,6 @@ class _Abort:
 
     def __call__(self, channel: Channel) -> None:
         self._service.post(Abort(channel))
-
-
-async def _outcome(future: asyncio.Future[None]) -> None:
-    """Await it; cancelling that leaves it alone, and nobody misses its error then."""
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())
-    await asyncio.wait([future])
-    future.result()
 
 
 def _stop(service: EngineService) -> None:

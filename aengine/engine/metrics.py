@@ -1,4 +1,5 @@
-"""Prometheus metrics in a registry that the host program gives: `Engine(metrics=registry)`.
+"""Prometheus metrics in a registry that the host program gives (`Engine(metrics=registry)`), or in
+one of the engine's own (`Engine.metrics`).
 
 Names mirror vLLM's with the prefix `aengine_`; labels are `engine` and `model_name`. Engines that
 share a registry share the series. What an engine adds is kept when it closes: counters go on.
@@ -6,6 +7,7 @@ share a registry share the series. What an engine adds is kept when it closes: c
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,19 @@ if TYPE_CHECKING:
 _LABELS = ("engine", "model_name")
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+def registry_of(setting: Any) -> Any:
+    """The registry that a `metrics` setting means; None: nothing is counted."""
+    if setting is False:
+        return None
+    if setting is not None:
+        return setting
+    if importlib.util.find_spec("prometheus_client") is None:
+        return None
+    from prometheus_client import CollectorRegistry
+
+    return CollectorRegistry()
 
 
 class _Series:
@@ -92,13 +107,17 @@ class Metrics:
         self._tokens = [c.labels(*labels) for c in (series.prompt, series.generated)]
         self._times = [histogram.labels(*labels) for histogram in series.times]
         self._seen = (0, 0, 0)
+        self._shown: tuple[float, ...] = ()
 
     def look(self) -> None:
         """Take over the scheduler's counts."""
         stats = self._stats()
         usage = stats.used_blocks / max(1, stats.total_blocks)
-        for gauge, value in zip(self._gauges, (stats.running, stats.waiting, usage), strict=True):
-            gauge.set(value)
+        values = (stats.running, stats.waiting, usage)
+        if values != self._shown:
+            self._shown = values
+            for gauge, value in zip(self._gauges, values, strict=True):
+                gauge.set(value)
         now = (stats.cache_queried_tokens, stats.cache_hit_tokens, stats.preemptions)
         if now != self._seen:
             for counter, count, before in zip(self._cumulative, now, self._seen, strict=True):

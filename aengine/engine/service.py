@@ -28,9 +28,10 @@ from aengine.engine.inbox import Inbox
 from aengine.engine.intake import Intake
 from aengine.engine.lifecycle import Lifecycle
 from aengine.engine.messages import Call, Wake
-from aengine.engine.metrics import Metrics
+from aengine.engine.metrics import Metrics, registry_of
 from aengine.engine.mux_loop import MuxLoop, make_lanes
 from aengine.engine.reporting import Reporter
+from aengine.engine.spans import spans_of
 from aengine.engine.steps import StepLoop
 from aengine.engine.swapping import Swapping
 from aengine.errors import EngineClosedError, EngineDeadError
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from aengine.engine.exit_hook import ExitHook
     from aengine.engine.messages import Close, Message
     from aengine.engine.parts import EngineParts, PartsLoader
+    from aengine.engine.spans import Spans
     from aengine.outputs import EngineStats
 
 logger = logging.getLogger("aengine")
@@ -82,6 +84,8 @@ class EngineService:
         self.started: Future[None] = Future()
         self.parts: EngineParts | None = None
         """While it serves: afterwards nothing may keep the model alive."""
+        self.registry: Any = None
+        self.spans: Spans | None = None
         self.death: BaseException | None = None
         self.pid = os.getpid()
         self._exit_hook: ExitHook | None = None
@@ -117,6 +121,7 @@ class EngineService:
         try:
             parts = await self._load(loop)
             self._arm()
+            self.spans = spans_of(self.config.tracer_provider, model_name=parts.model_name)
             self._build(parts, loop)
             self.state = EngineState.RUNNING
             self.parts = parts
@@ -191,7 +196,7 @@ class EngineService:
         self._core = EngineCore(
             parts,
             inbox,
-            Outbox(loop, self._metrics(parts)),
+            Outbox(loop, self._metrics(parts), self.spans),
             delayed,
             Intake(self.config.scheduler),
             self.clock,
@@ -214,10 +219,10 @@ class EngineService:
             )
 
     def _metrics(self, parts: EngineParts) -> Metrics | None:
-        registry = self.config.metrics
-        if registry is None:
+        self.registry = registry_of(self.config.metrics)
+        if self.registry is None:
             return None
-        return Metrics(registry, model_name=parts.model_name, stats=parts.scheduler.stats)
+        return Metrics(self.registry, model_name=parts.model_name, stats=parts.scheduler.stats)
 
     def _die(self, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):

@@ -2,7 +2,8 @@
 
 The blocks of a page run in order and share their names, as a reader would type them. What a page
 takes for granted (an engine, a prompt) stands in an HTML comment that begins with `setup`; what
-needs a GPU follows the comment `gpu`, and runs where there is one. A block
+needs a GPU follows the comment `gpu`, and runs where there is one; what needs an optional package
+follows `needs` and its name. A block
 with tests in it is a test suite and runs under pytest; one that calls `asyncio.run` runs where no
 loop runs; all others run in a loop, with `await` at the top, as in a notebook.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import importlib.util
 import re
 import textwrap
 from dataclasses import dataclass
@@ -33,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PARTS = re.compile(
     r"^ *(?:<!-- (?:(?P<gpu_setup>gpu) )?(?P<setup>setup)\n"
-    r"|(?P<gpu><!-- gpu -->\n)?^ *```(?P<language>\w+)[^\n]*\n)(?P<code>.*?)"
+    r"|(?P<gpu><!-- gpu -->\n)?(?:<!-- needs (?P<needs>\w+) -->\n)?^ *```(?P<language>\w+)[^\n]*\n)(?P<code>.*?)"
     r"^ *(?:-->|```)$",
     re.MULTILINE | re.DOTALL,
 )
@@ -47,6 +49,8 @@ class Block:
     line: int
     hidden: bool
     gpu: bool
+    needs: str | None = None
+    """A package without which it does not run."""
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -55,7 +59,9 @@ def blocks(page: Path) -> Iterator[Block]:
         if found["setup"] or found["language"] in ("python", "py", "pycon"):
             line = text.count("\n", 0, found.start("code"))
             gpu = bool(found["gpu"] or found["gpu_setup"])
-            yield Block(textwrap.dedent(found["code"]), line, bool(found["setup"]), gpu)
+            yield Block(
+                textwrap.dedent(found["code"]), line, bool(found["setup"]), gpu, found["needs"]
+            )
 
 
 def runnable() -> list[Any]:
@@ -77,6 +83,8 @@ def test_the_blocks_of_a_page_run(
         try:
             for block in blocks(page):
                 if block.gpu and not torch.cuda.is_available():
+                    continue
+                if block.needs and importlib.util.find_spec(block.needs) is None:
                     continue
                 if re.search(r"^(async )?def test_", block.code, re.MULTILINE):
                     outcome = suite(block.code)
@@ -123,6 +131,7 @@ def test_the_finder_of_blocks_sees_them(tmp_path: Path) -> None:
         "<!-- setup\nx = 1\n-->\ntext\n```python\ny = x\n```\n"
         "- item\n\n  ```python\n  z = y\n  ```\n```text\nnot this\n```\n"
         "<!-- gpu setup\nx = 2\n-->\n\n<!-- gpu -->\n```python\nw = 1\n```\n"
+        "<!-- needs nothing_known -->\n```python\nv = 1\n```\n"
     )
     assert list(blocks(page)) == [
         Block("x = 1\n", 1, True, False),
@@ -130,6 +139,7 @@ def test_the_finder_of_blocks_sees_them(tmp_path: Path) -> None:
         Block("z = y\n", 10, False, False),
         Block("x = 2\n", 16, True, True),
         Block("w = 1\n", 21, False, True),
+        Block("v = 1\n", 25, False, False, "nothing_known"),
     ]
 
 

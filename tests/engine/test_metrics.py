@@ -93,3 +93,23 @@ async def test_without_the_library_the_error_says_what_to_install(
     with pytest.raises(ConfigError, match=r"aengine-llm\[metrics\]"):
         async with scripted_engine(metrics=prometheus_client.CollectorRegistry()):
             pass
+
+
+async def test_an_engine_has_a_registry_of_its_own() -> None:
+    async with scripted_engine() as one, scripted_engine() as two:
+        await one.generate([1], params(5))
+        assert value(one.metrics, "generation_tokens_total") == 5
+        assert value(two.metrics, "generation_tokens_total") == 0
+    assert value(one.metrics, "request_success_total", finished_reason="length") == 1
+    async with scripted_engine(metrics=False) as engine:
+        assert engine.metrics is None
+        await engine.generate([1], params(5))
+
+
+async def test_a_registry_that_breaks_ends_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    registry = prometheus_client.CollectorRegistry()
+    async with scripted_engine(metrics=registry) as engine:
+        registry._aengine_series.success.labels = None
+        assert (await engine.generate([1], params(5))).finish_reason == "length"
+        assert (await engine.generate([1], params(5))).finish_reason == "length"
+    assert caplog.text.count("metrics failed") == 1

@@ -7,11 +7,13 @@ short requests that come and go, and one more urgent that takes the blocks.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from aengine import Engine, FinishReason, SamplingParams, StructuredOutput
+from aengine.policy.mux import PriorityStreams
 from aengine.testing import Replies, scripted_engine
 from aengine.testing.scripted import TOKEN_BYTES
 from tests.model.test_files import write_gguf
@@ -34,17 +36,41 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 
-WAYS = {"recompute, cached": (0, True), "recompute": (0, False), "swap, cached": (64, True)}
+@dataclass(frozen=True)
+class Way:
+    """How a sequence that gave way comes back, and beside what."""
+
+    swap: int = 0
+    """Blocks on the host."""
+    cache: bool = True
+    lanes: bool = False
+
+    def options(self, bytes_per_token: int) -> dict[str, Any]:
+        lanes = {"mux": PriorityStreams(), "cpu_threads": 2} if self.lanes else {}
+        return {
+            "swap_space": self.swap * BLOCK * bytes_per_token,
+            "swap_min_tokens": 1,
+            "enable_prefix_cache": self.cache,
+            **lanes,
+        }
+
+
+WAYS = {
+    "recompute": Way(cache=False),
+    "recompute, cached": Way(),
+    "swap, cached": Way(swap=64),
+    "recompute, lanes": Way(lanes=True),
+    "swap, lanes": Way(swap=64, cache=False, lanes=True),
+}
 
 
 @pytest.fixture(params=WAYS.values(), ids=WAYS)
-def way(request: pytest.FixtureRequest) -> tuple[int, bool]:
-    """Blocks on the host, and whether there is a prefix cache."""
-    swap, cache = request.param
-    return swap, cache
+def way(request: pytest.FixtureRequest) -> Way:
+    found: Way = request.param
+    return found
 
 
-def small(model: Path, swap: int, cache: bool) -> Engine:
+def small(model: Path, way: Way) -> Engine:
     """An engine with room for one long request and a bit."""
     return Engine(
         str(model),
@@ -54,11 +80,9 @@ def small(model: Path, swap: int, cache: bool) -> Engine:
         block_size=BLOCK,
         loop="caller",  # so that the urgent request comes when it should
         kv_cache_memory=NUM_BLOCKS * BLOCK * BYTES_PER_TOKEN,
-        swap_space=swap * BLOCK * BYTES_PER_TOKEN,
-        swap_min_tokens=1,
         max_num_seqs=4,
         max_num_batched_tokens=16,
-        enable_prefix_cache=cache,
+        **way.options(BYTES_PER_TOKEN),
     )
 
 
@@ -109,31 +133,29 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sampling_goes_on_exactly_through_preemption(
-    kind: str, model: Path, way: tuple[int, bool]
-) -> None:
+def test_sampling_goes_on_exactly_through_preemption(kind: str, model: Path, way: Way) -> None:
     """Penalties under churn and preemption, seeds, rules that count tokens: as alone."""
     asked = params(**KINDS[kind])
 
     async def both() -> None:
         right = await alone(model, asked)
-        async with small(model, *way) as engine:
+        async with small(model, way) as engine:
             result, text = await disturbed(engine, asked)
             stats = await engine.stats()
         assert result.token_ids == right.token_ids
         assert result.text == right.text == text
         assert result.finish_reason is right.finish_reason
-        assert bool(stats.swapped_in) is bool(way[0])
+        assert bool(stats.swapped_in) is bool(way.swap)
 
     asyncio.run(both())
 
 
-def test_logprobs_go_on_through_preemption(model: Path, way: tuple[int, bool]) -> None:
+def test_logprobs_go_on_through_preemption(model: Path, way: Way) -> None:
     asked = params(logprobs=2, prompt_logprobs=1, presence_penalty=0.5)
 
     async def both() -> None:
         right = await alone(model, asked)
-        async with small(model, *way) as engine:
+        async with small(model, way) as engine:
             result, _ = await disturbed(engine, asked)
         for mine, theirs in (
             (result.logprobs, right.logprobs),
@@ -157,13 +179,13 @@ def test_logprobs_go_on_through_preemption(model: Path, way: tuple[int, bool]) -
     ids=["greedy", "seeded"],
 )
 def test_grammar_state_goes_on_through_preemption(
-    grammar: StructuredOutput, options: dict[str, Any], model: Path, way: tuple[int, bool]
+    grammar: StructuredOutput, options: dict[str, Any], model: Path, way: Way
 ) -> None:
     asked = params(structured=grammar, ignore_eos=False, max_tokens=40, **options)
 
     async def both() -> None:
         right = await alone(model, asked)
-        async with small(model, *way) as engine:
+        async with small(model, way) as engine:
             result, text = await disturbed(engine, asked)
         assert result.token_ids == right.token_ids
         assert result.text == right.text == text
@@ -181,10 +203,9 @@ TEXTS = {
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 @pytest.mark.parametrize("stop", [None, "y, e", "の長"])
 async def test_streamed_text_goes_on_through_preemption(
-    text: str, stop: str | None, way: tuple[int, bool]
+    text: str, stop: str | None, way: Way
 ) -> None:
     """No character is broken or told twice, and what may begin a stop string is held back."""
-    swap, cache = way
     engine = scripted_engine(
         Replies(text),
         num_blocks=NUM_BLOCKS,
@@ -192,9 +213,7 @@ async def test_streamed_text_goes_on_through_preemption(
         block_size=BLOCK,
         loop="caller",  # so that the urgent request comes when it should
         max_num_seqs=4,
-        enable_prefix_cache=cache,
-        swap_space=swap * BLOCK * TOKEN_BYTES,
-        swap_min_tokens=1,
+        **way.options(TOKEN_BYTES),
     )
     right = text
     if stop is not None and stop in text:

@@ -35,7 +35,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PARTS = re.compile(
     r"^ *(?:<!-- (?:(?P<gpu_setup>gpu) )?(?P<setup>setup)\n"
-    r"|(?P<gpu><!-- gpu -->\n)?(?:<!-- needs (?P<needs>\w+) -->\n)?^ *```(?P<language>\w+)[^\n]*\n)(?P<code>.*?)"
+    r"|(?P<gpu><!-- gpu -->\n)?(?:<!-- needs (?P<needs>\w+) -->\n)?"
+    r"^ *```(?P<language>\w+)[^\n]*\n)(?P<code>.*?)"
     r"^ *(?:-->|```)$",
     re.MULTILINE | re.DOTALL,
 )

@@ -94,12 +94,21 @@ INLINE void value_queries(int queries, const float *const *weights, int64_t coun
         value_tile(queries, 1, weights, count, rows, d, acc);
 }
 
+/* Ask for the values of a tile of positions while its keys are worked on. */
+INLINE void fetch_values(const float *const rows[CPU_GROUP], int head_dim)
+{
+    for (int p = 0; p < CPU_GROUP; p++)
+        for (int d = 0; d < head_dim; d += 16)
+            __builtin_prefetch(rows[p] + d, 0, 1);
+}
+
 static void chunk_scores(const float *const *queries, int active,
-                         const float *const *rows, int64_t count, int head_dim, float scale,
-                         float *scores, float *keys)
+                         const float *const *rows, const float *const *v_rows, int64_t count,
+                         int head_dim, float scale, float *scores, float *keys)
 {
 
     for (int64_t p = 0; p < count; p += CPU_GROUP) {
+        fetch_values(v_rows + p, head_dim);
         transpose_keys(rows + p, head_dim, keys);
         int i = 0;
         for (; i + SCORE_QUERIES <= active; i += SCORE_QUERIES)
@@ -137,9 +146,12 @@ static void attend_chunk(const struct cpu_queries *q, const struct cpu_kv *kv, i
         int64_t at = first + (p < count ? p : count - 1);
         int64_t slot = kv->table[at / kv->block_size] * kv->block_size + at % kv->block_size;
         k_rows[p] = kv->k + slot * kv->position_stride + kv->head_offset;
+        /* Positions lie apart by all heads: too far for the processor to foresee. */
+        for (int d = 0; d < kv->head_dim; d += 16)
+            __builtin_prefetch(k_rows[p] + d, 0, 1);
         v_rows[p] = kv->v + slot * kv->position_stride + kv->head_offset;
     }
-    chunk_scores(queries, active, k_rows, count, kv->head_dim, scale, scores, keys);
+    chunk_scores(queries, active, k_rows, v_rows, count, kv->head_dim, scale, scores, keys);
     for (int i = 0, a = 0; i < q->count; i++) {
         if (q->limit[i] <= first)
             continue;

@@ -54,8 +54,10 @@ INLINE void exact_tokens(int groups, int most, const struct cpu_matrix *m, int64
 INLINE void dequantise_group(struct kind kind, const struct cpu_matrix *m, const uint8_t *group,
                              float *out)
 {
-    for (int64_t b = 0; b < m->blocks; b++)
+    for (int64_t b = 0; b < m->blocks; b++) {
+        fetch_ahead(kind, m, group, b);
         dequantise_block(kind, m, group, b, out + b * CPU_BLOCK * CPU_GROUP);
+    }
 }
 
 INLINE void widen_group(const struct cpu_matrix *m, const uint8_t *values, float *out)

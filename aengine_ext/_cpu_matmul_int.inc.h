@@ -42,6 +42,8 @@ INLINE void int_tile(struct kind kind, int terms, int tokens, const struct cpu_m
         for (int64_t b = 0; b < m->blocks; b++) {
             vu w[8];
             vf min = vf_set1(0.0f);
+            if (v == 0 && t0 == 0)
+                fetch_ahead(kind, m, group, b);
             load_bytes(kind, group + m->value_offset, b, v, w);
             if (flip)
                 for (int j = 0; j < 8; j++)

@@ -60,6 +60,25 @@ INLINE void load_bytes(struct kind kind, const uint8_t *values, int64_t block, i
     }
 }
 
+/* Ask for the weights that come FETCH_AHEAD bytes later, and for the next group's numbers, when block
+ * `b` is read. The processor's own prefetching ends with each page of memory. Into the second cache:
+ * it has room for more lines on their way than the first. Addresses past the end are harmless. */
+enum { FETCH_AHEAD = 8192 };
+
+INLINE void fetch_ahead(struct kind kind, const struct cpu_matrix *m, const uint8_t *group,
+                        int64_t b)
+{
+    int64_t bytes = kind.store == STORE_INT4 ? 256 : 512;
+    int64_t numbers = b * kind.halves * CPU_GROUP * (kind.wide ? 4 : 2);
+    const uint8_t *values = group + m->value_offset + b * bytes + FETCH_AHEAD;
+    const uint8_t *next = group + m->group_bytes + numbers;
+    for (int64_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch(values + i, 0, 1);
+    __builtin_prefetch(next, 0, 1);
+    if (kind.has_min)
+        __builtin_prefetch(next + m->min_offset, 0, 1);
+}
+
 /* A block of a group as floats: 32 columns of 16 rows, out[column * 16 + row]. */
 INLINE void dequantise_block(struct kind kind, const struct cpu_matrix *m, const uint8_t *group,
                              int64_t block, float *out)

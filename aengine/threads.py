@@ -12,6 +12,7 @@ import queue
 import threading
 import weakref
 from concurrent.futures import Executor, Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_Job = tuple["Future[Any]", "Callable[[], Any]"]
 
 
 class DaemonPool(Executor):
@@ -52,7 +51,7 @@ class DaemonPool(Executor):
             if self._shut:
                 raise RuntimeError("the pool was shut down")
             # The job first: a thread that found none would count as idle and then take it.
-            self._jobs.put((future, lambda: fn(*args, **kwargs)))
+            self._jobs.put(_Job(future, partial(fn, *args, **kwargs)))
             if not self._idle.acquire(blocking=False) and len(self._threads) < self._most:
                 self._start()
         return future
@@ -92,7 +91,34 @@ class DaemonPool(Executor):
         with contextlib.suppress(queue.Empty):
             while True:
                 if (job := self._jobs.get_nowait()) is not None:
-                    job[0].cancel()
+                    job.future.cancel()
+
+
+class _Job:
+    """One call. What it holds is dropped before its future is done: whoever hears of the end finds
+    nothing kept alive by this thread."""
+
+    __slots__ = ("_call", "future")
+
+    def __init__(self, future: Future[Any], call: Callable[[], Any]) -> None:
+        self.future = future
+        self._call: Callable[[], Any] | None = call
+
+    def run(self) -> None:
+        call, self._call = self._call, None
+        future = self.future
+        if call is None or not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = call()
+        except BaseException as error:
+            del call
+            future.set_exception(error)
+            # The traceback holds this frame, and this frame the future.
+            del future, self
+        else:
+            del call
+            future.set_result(result)
 
 
 def _work(jobs: queue.SimpleQueue[_Job | None], idle: threading.Semaphore) -> None:
@@ -105,19 +131,6 @@ def _work(jobs: queue.SimpleQueue[_Job | None], idle: threading.Semaphore) -> No
         if job is None:
             jobs.put(None)  # for the next thread
             return
-        _run(*job)
+        job.run()
         # Not until the next job comes: that may be a long time.
         del job
-
-
-def _run(future: Future[Any], call: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = call()
-    except BaseException as error:
-        future.set_exception(error)
-        # The traceback holds this frame, and this frame the future.
-        del future, call
-    else:
-        future.set_result(result)

@@ -50,6 +50,23 @@ def test_results_and_errors_and_nothing_kept() -> None:
     assert not any(t.name.startswith("keep") for t in threading.enumerate())
 
 
+def test_nothing_is_kept_when_the_result_is_there() -> None:
+    class Thing:
+        def call(self) -> None:
+            pass
+
+    pool, kept = DaemonPool(1, "prompt"), 0
+    for _ in range(300):
+        thing = Thing()
+        ref = weakref.ref(thing)
+        future = pool.submit(thing.call)
+        del thing
+        future.result(10)
+        kept += ref() is not None
+    pool.shutdown()
+    assert kept == 0
+
+
 def test_a_shut_pool_refuses_and_drops_what_has_not_begun() -> None:
     pool, gate = DaemonPool(1, "shut"), threading.Event()
     begun = threading.Event()

@@ -8,6 +8,8 @@ given to nobody else.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import logging
 from typing import TYPE_CHECKING
 
@@ -51,6 +53,24 @@ async def closed(close: Callable[[], object], seconds: float | None) -> bool:
     if done and (error := closing.exception()) is not None:
         logger.error("closing the engine", exc_info=error)
     return bool(done)
+
+
+def close_later(close: Callable[[], object]) -> None:
+    """Call what blocks in a thread that nobody waits for."""
+    pool = DaemonPool(1, "aengine-closing")
+    with contextlib.suppress(RuntimeError):  # the interpreter is ending and starts no threads
+        pool.submit(close)
+    pool.shutdown(wait=False)
+
+
+def trim_heap() -> None:
+    """Give freed memory back to the system.
+
+    The C library keeps the pieces of a model in the heaps of threads that are gone: five engines
+    one after another took half a gigabyte more than one, though every one of them was collected.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 async def outcome(future: asyncio.Future[None]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from aengine.config import EngineConfig, check_seconds
 from aengine.engine.channel import Channel
 from aengine.engine.contexts import carried
-from aengine.engine.ending import CLOSING, GRACE, closed, outcome
+from aengine.engine.ending import CLOSING, GRACE, closed, outcome, trim_heap
 from aengine.engine.exit_hook import ExitHook
 from aengine.engine.health import Health
 from aengine.engine.loading import load_parts
@@ -171,6 +171,8 @@ class Engine(Operable):
             # Its loop is closed, or stuck in somebody's callback.
             logger.error("the loop of %r does not come round: it ends without", self)
             await closed(self._service.abandon(), GRACE)
+        if self._finalizer is not None and self._finalizer.alive:
+            await closed(trim_heap, GRACE)
         self._detach()
 
     def terminate(self) -> None:

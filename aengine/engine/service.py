@@ -22,7 +22,7 @@ from aengine.engine.chores import Chores
 from aengine.engine.core import EngineCore
 from aengine.engine.delayed import DelayedSampling
 from aengine.engine.delivery import Outbox
-from aengine.engine.ending import CLOSING, GRACE, closed, ended
+from aengine.engine.ending import CLOSING, GRACE, close_later, closed, ended
 from aengine.engine.gate import Gate
 from aengine.engine.inbox import Inbox
 from aengine.engine.intake import Intake
@@ -131,18 +131,27 @@ class EngineService:
                 self._inbox.put(self._close)
             await self._steps.run()
             self.state = EngineState.CLOSED
+        except GeneratorExit:
+            # Its loop was closed under it and it is collected: nothing can be awaited any more.
+            self._ended(interval)
+            close_later(self.abandon())
+            raise
         except BaseException as error:
             self._die(error)
+        self._refuse_leftovers()
+        try:
+            giving = self._give_back(parts)
+            del parts
+            await giving
         finally:
-            self._refuse_leftovers()
-            try:
-                await self._give_back(parts)
-            finally:
-                if (hook := self._exit_hook) is not None:
-                    self._exit_hook = None
-                    hook.disarm()
-                if interval is not None:
-                    sys.setswitchinterval(interval)
+            self._ended(interval)
+
+    def _ended(self, interval: float | None) -> None:
+        if (hook := self._exit_hook) is not None:
+            self._exit_hook = None
+            hook.disarm()
+        if interval is not None:
+            sys.setswitchinterval(interval)
 
     def _arm(self) -> None:
         if self._exit_hook is not None:

@@ -119,13 +119,17 @@ class StepLoop:
         halt = self._halt = loop.create_future()
         self._inbox.on_wake = self._hear
         serving = loop.create_task(self._serve())
+        collected = False
         try:
             await asyncio.wait([serving, halt], return_when=asyncio.FIRST_COMPLETED)
+        except GeneratorExit:
+            collected = True
+            raise
         finally:
             self._inbox.on_wake = None
             if self._watching is not None:
                 self._watching.cancel()
-            if not serving.done():
+            if not serving.done() and not collected:
                 serving.cancel()  # abandons the wait, not the work
                 await asyncio.wait([serving])
         if halt.done():

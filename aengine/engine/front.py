@@ -14,14 +14,14 @@ from aengine.engine.channel import Channel
 from aengine.engine.contexts import carried
 from aengine.engine.ending import CLOSING, GRACE, closed, outcome, trim_heap
 from aengine.engine.exit_hook import ExitHook
-from aengine.engine.health import Health
+from aengine.engine.health import EngineState, Health
 from aengine.engine.loading import load_parts
 from aengine.engine.many import generate_many
 from aengine.engine.messages import Abort, AbortById, Close, Submit
 from aengine.engine.operable import Operable
 from aengine.engine.prompts import check_options, check_prompt
 from aengine.engine.runtime import CallerLoop, OwnLoop
-from aengine.engine.service import EngineService, EngineState
+from aengine.engine.service import EngineService
 from aengine.engine.stream import Stream
 from aengine.errors import ConfigError, EngineStateError, InvalidRequestError, shown
 from aengine.request import SamplingParams

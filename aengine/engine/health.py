@@ -1,8 +1,20 @@
-"""`Health`: what `Engine.health` tells."""
+"""`Health`: what `Engine.health` tells; `EngineState`: where in its life an engine is."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
+
+
+class EngineState(enum.Enum):
+    """The life of an engine."""
+
+    NEW = "new"
+    STARTING = "starting"
+    RUNNING = "running"
+    CLOSING = "closing"
+    CLOSED = "closed"
+    DEAD = "dead"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

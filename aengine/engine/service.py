@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import logging
 import os
 import sys
@@ -24,6 +23,7 @@ from aengine.engine.delayed import DelayedSampling
 from aengine.engine.delivery import Outbox
 from aengine.engine.ending import CLOSING, GRACE, close_later, closed, ended
 from aengine.engine.gate import Gate
+from aengine.engine.health import EngineState
 from aengine.engine.inbox import Inbox
 from aengine.engine.intake import Intake
 from aengine.engine.lifecycle import Lifecycle
@@ -48,17 +48,6 @@ if TYPE_CHECKING:
     from aengine.outputs import EngineStats
 
 logger = logging.getLogger("aengine")
-
-
-class EngineState(enum.Enum):
-    """The life of an engine."""
-
-    NEW = "new"
-    STARTING = "starting"
-    RUNNING = "running"
-    CLOSING = "closing"
-    CLOSED = "closed"
-    DEAD = "dead"
 
 
 class EngineService:

@@ -203,7 +203,10 @@ class InvalidRequestError(RequestError, ValueError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt (plus requested output) does not fit: `prompt_tokens` against `max_model_len`."""
+    """Prompt (plus requested output) does not fit: `prompt_tokens` against `max_model_len`.
+
+    Of a text that is much too long `prompt_tokens` is a lower bound: it is refused by its length.
+    """
 
     code = "context_length_exceeded"
 

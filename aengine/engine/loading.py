@@ -47,6 +47,10 @@ class Codec:
         """Token ids of a text."""
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
+    def fewest_tokens(self, text: str) -> int:
+        """No text has fewer tokens; known without encoding it."""
+        return self.tokenizer.fewest_tokens(text)
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text of a conversation."""
         return self.chat.render(messages)

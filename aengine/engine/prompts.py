@@ -24,6 +24,8 @@ class TextCodec(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
+    def fewest_tokens(self, text: str) -> int: ...
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str: ...
 
 
@@ -105,24 +107,30 @@ def encode_prompt(prompt: Prompt, codec: TextCodec, *, max_model_len: int) -> tu
         ContextLengthError: the prompt leaves no room for one token of output.
     """
     if isinstance(prompt, str):
+        _check_length(codec.fewest_tokens(prompt), max_model_len, "at least ")
         ids = codec.encode(prompt)
     elif isinstance(prompt[0], Mapping):
         _check_messages(prompt)
         text = codec.render_chat(prompt)  # type: ignore[arg-type]
         _check_unicode(text)
+        _check_length(codec.fewest_tokens(text), max_model_len, "at least ")
         ids = codec.encode(text, add_special_tokens=False)
     else:
         ids = _token_ids(prompt, codec.vocab_size)
     if not ids:
         raise InvalidRequestError("the prompt has no tokens", param="prompt", value=prompt)
-    if len(ids) >= max_model_len:
+    _check_length(len(ids), max_model_len)
+    return tuple(ids)
+
+
+def _check_length(tokens: int, max_model_len: int, known: str = "") -> None:
+    if tokens >= max_model_len:
         raise ContextLengthError(
-            f"the prompt has {len(ids)} tokens; with at least one token of output it must fit in "
-            f"max_model_len={max_model_len}",
-            prompt_tokens=len(ids),
+            f"the prompt has {known}{tokens} tokens; with at least one token of output it must "
+            f"fit in max_model_len={max_model_len}",
+            prompt_tokens=tokens,
             max_model_len=max_model_len,
         )
-    return tuple(ids)
 
 
 def _check_messages(prompt: Sequence[Any]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as LibraryTokenizer
+from tokenizers.models import BPE
 
 from aengine.errors import InvalidRequestError
 
@@ -69,6 +70,14 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that this text has at least, told from its length.
+
+        A text that is much too long for a model is refused by it without being encoded: one word
+        of five million letters holds the GIL for longer than an event loop may be late.
+        """
+        ...
+
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids. Bytes that are not UTF-8 become U+FFFD."""
         ...
@@ -110,6 +119,7 @@ class FastTokenizer:
         self._library = library
         self._literal = _without_special(library)
         self._bytes = list(token_bytes)
+        self._longest = _longest(library, self._bytes)
         self._special = special_ids
         self._bos = bos_token_id
         self._eos = eos_token_ids
@@ -153,6 +163,10 @@ class FastTokenizer:
             ids += self._suffix
         return ids
 
+    def fewest_tokens(self, text: str) -> int:
+        """See `Tokenizer.fewest_tokens`."""
+        return 0 if self._longest is None else len(text) // self._longest
+
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """See `Tokenizer.decode`."""
         if skip_special_tokens:
@@ -167,6 +181,18 @@ class FastTokenizer:
         """See `Tokenizer.token_id`."""
         found: int | None = self._library.token_to_id(text)
         return found
+
+
+def _longest(library: LibraryTokenizer, token_bytes: Sequence[bytes]) -> int | None:
+    """Most characters of a text that one token stands for; None: there is no such bound."""
+    added = library.get_added_tokens_decoder().values()
+    if library.normalizer is not None or any(token.lstrip or token.rstrip for token in added):
+        return None  # these leave characters out
+    model = library.model
+    if not isinstance(model, BPE) or (model.unk_token is not None and not model.byte_fallback):
+        return None  # one token may stand for any number of unknown characters
+    spelled = max((len(token.content) for token in added), default=0)
+    return max(1, spelled, *map(len, token_bytes))
 
 
 def may_split(library: LibraryTokenizer) -> bool:

@@ -63,3 +63,14 @@ def test_sentencepiece_ids_equal_llama_cpps() -> None:
         if "\0" in text:
             continue  # llama.cpp reads the vocabulary piece "\\0" as an empty string
         assert tokenizer.encode(text, add_special_tokens=False) == ids
+
+
+def test_no_text_has_fewer_tokens_than_its_length_tells(metadata: dict[str, Any]) -> None:
+    tokenizer = tokenizer_from_gguf(metadata)
+    longest = max(range(tokenizer.vocab_size), key=lambda i: len(tokenizer.token_bytes(i)))
+    spelled = tokenizer.token_bytes(longest).decode()
+    for text in (*CORPUS, spelled * 50, "\n" * 5000, " " * 5000, "x" * 5000, "<|im_start|>" * 50):
+        found = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.fewest_tokens(text) <= len(found)
+    assert tokenizer.fewest_tokens("x" * 5_000_000) > 30_000
+    assert tokenizer_from_gguf(DATA["sentencepiece"]["metadata"]).fewest_tokens("x" * 999) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextvars import copy_context
 from dataclasses import replace
-from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +27,12 @@ class Carried(Generic[P, R]):
     def __init__(self, callback: Callable[P, R]) -> None:
         self._callback = callback
         self._context = copy_context()
+
+    def __getattr__(self, name: str) -> Any:
+        # Messages name a callback by its `__qualname__`: by the caller's, not by ours.
+        if name != "__qualname__":
+            raise AttributeError(name)
+        return getattr(self._callback, name, type(self._callback).__qualname__)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._context.copy().run(self._callback, *args, **kwargs)

@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from aengine import Engine, ModelLoadError, SamplingParams
+from aengine import Engine, GenerationError, ModelLoadError, SamplingParams
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -147,3 +147,14 @@ async def test_weights_that_do_not_fit_change_nothing(
             assert await answer(engine) == before
             result = await engine.generate(PROMPT, PARAMS)
             assert result.usage.cached_tokens > 0  # not even the cache was touched
+
+
+async def test_a_processor_that_fails_is_named(first: Path) -> None:
+    def shouting(_: object, logits: object) -> object:
+        raise ValueError("no")
+
+    async with Engine(str(first), device="cpu") as engine:
+        with pytest.raises(GenerationError, match="shouting"):
+            await engine.generate(
+                PROMPT, SamplingParams(max_tokens=2, logits_processors=[shouting])
+            )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+
+from aengine.execute.inputs import HostBatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,38 +55,35 @@ class NativeForward:
         self._kv_cache = kv_cache
         self._keys = [layer.k.data_ptr() for layer in kv_cache]
         self._values = [layer.v.data_ptr() for layer in kv_cache]
+        self._blocks = tuple(kv_cache[0].k.shape[:2])
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [S, vocab_size] float32."""
         index = batch.logit_index
-        if index is None:
-            index = torch.arange(len(batch.token_ids))
-        logits = torch.empty(len(index), self.vocab_size)
-        num_blocks, block_size = self._kv_cache[0].k.shape[:2]
+        return self.compute(
+            HostBatch(
+                token_ids=batch.token_ids.numpy(),
+                positions=batch.positions.numpy(),
+                slot_mapping=batch.slot_mapping.numpy(),
+                query_start=batch.query_start.numpy(),
+                context_lens=batch.context_lens.numpy(),
+                block_tables=batch.block_tables.numpy(),
+                logit_index=np.arange(len(batch.token_ids)) if index is None else index.numpy(),
+            )
+        )
+
+    def compute(self, batch: HostBatch) -> torch.Tensor:
+        """The same, of arrays."""
+        logits = np.empty((len(batch.logit_index), self.vocab_size), dtype=np.float32)
+        num_blocks, block_size = self._blocks
         # Two lanes may call at once.
         with self._model.busy:
-            self._forward(batch, index, logits, num_blocks, block_size)
-        return logits
-
-    def _forward(
-        self,
-        batch: ForwardBatch,
-        index: torch.Tensor,
-        logits: torch.Tensor,
-        num_blocks: int,
-        block_size: int,
-    ) -> None:
-        self._model.forward(
-            token_ids=batch.token_ids.numpy(),
-            positions=batch.positions.numpy(),
-            slot_mapping=batch.slot_mapping.numpy(),
-            query_start=batch.query_start.numpy(),
-            context_lens=batch.context_lens.numpy(),
-            block_tables=batch.block_tables.numpy(),
-            logit_index=index.numpy(),
-            keys=self._keys,
-            values=self._values,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            out=logits.numpy(),
-        )
+            self._model.forward(
+                **batch._asdict(),
+                keys=self._keys,
+                values=self._values,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                out=logits,
+            )
+        return torch.from_numpy(logits)

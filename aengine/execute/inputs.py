@@ -6,20 +6,35 @@ input is the token of each decode row, gathered from the FutureMap because the h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from aengine.model.batch import ForwardBatch
+from aengine.policy.runs import copy_rows
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from aengine.batch import StepPlan
 
+FEW_ROWS = 64
+"""Decode rows up to which a loop in Python is quicker than waiting for the GIL."""
 POISON = -(2**62)
 """A token that was read already: no token id, and no row of the embedding."""
+
+
+class HostBatch(NamedTuple):
+    """A `ForwardBatch` of decode rows as arrays."""
+
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    slot_mapping: npt.NDArray[np.int64]
+    query_start: npt.NDArray[np.int32]
+    context_lens: npt.NDArray[np.int32]
+    block_tables: npt.NDArray[np.int32]
+    logit_index: npt.NDArray[np.int64]
 
 
 class InputBuilder:
@@ -36,6 +51,8 @@ class InputBuilder:
         self._block_size = block_size
         self._device = device
         self._poison = poison
+        self._count = np.arange(FEW_ROWS + 1, dtype=np.int32)
+        self._index = np.arange(FEW_ROWS)
 
     def build(self, plan: StepPlan, future_map: torch.Tensor) -> ForwardBatch:
         """The tensors of one step.
@@ -60,6 +77,35 @@ class InputBuilder:
             num_decode=plan.num_decode,
             max_query_len=int(plan.lengths.max()),
             max_context_len=int(context_lens.max()),
+        )
+
+    def few(self, plan: StepPlan, newest: npt.NDArray[np.int64]) -> HostBatch | None:
+        """A few decode rows for a CPU, without letting go of the GIL; None: it is another step.
+
+        This stands between one forward and the next, and the step before is just done: other
+        threads want the GIL for what follows from that. Index arrays, `np.arange` and all of torch
+        let go of it, and get it back when those are through (a millisecond a token, measured).
+
+        Args:
+            plan: the step.
+            newest: [slots + 1], the last token sampled in each slot.
+        """
+        rows, size = plan.num_rows, self._block_size
+        if self._poison or not rows == plan.num_decode <= FEW_ROWS or not plan.samples.all():
+            return None
+        starts, table = plan.starts.tolist(), plan.block_tables
+        tables = np.empty((rows, max(plan.num_blocks.tolist())), dtype=np.int32)
+        copy_rows(tables, table[:, : tables.shape[1]])
+        return HostBatch(
+            token_ids=np.array([newest.item(slot) for slot in plan.slots.tolist()]),
+            positions=np.array(starts),
+            slot_mapping=np.array(
+                [table.item(row, at // size) * size + at % size for row, at in enumerate(starts)]
+            ),
+            query_start=self._count[: rows + 1],
+            context_lens=plan.starts + plan.lengths,
+            block_tables=tables,
+            logit_index=self._index[:rows],
         )
 
     def _token_ids(self, plan: StepPlan, future_map: torch.Tensor) -> torch.Tensor:

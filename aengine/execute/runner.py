@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from aengine.batch import StepResult
+from aengine.execute.forward import NativeForward
 from aengine.execute.logprobs import prompt_logprobs
 from aengine.execute.step_graphs import BegunGraph
 
@@ -170,14 +171,21 @@ class ModelRunner:
             self._sampler.admit(init)
         for forced in plan.forced:
             self._sampler.force(forced)
-        batch = self._builder.build(plan, self._sampler.future_map)
-        logits = self._forward(batch)
+        logits = self._compute(plan)
         sampling = np.flatnonzero(plan.samples)
         prompt = self._prompt_logprobs(plan, logits[len(sampling) :])
         begun = BegunStep(plan, logits[: len(sampling)], [], prompt)
         waiting = np.isin(sampling, plan.constrained)
         self._sample(begun, np.flatnonzero(~waiting), sampling)
         return begun
+
+    def _compute(self, plan: StepPlan) -> torch.Tensor:
+        newest = self._sampler.newest
+        if isinstance(self._forward, NativeForward) and newest is not None:
+            few = self._builder.few(plan, newest)
+            if few is not None:
+                return self._forward.compute(few)
+        return self._forward(self._builder.build(plan, self._sampler.future_map))
 
     @torch.inference_mode()
     def finish(

@@ -140,6 +140,8 @@ class Sampler:
     ) -> None:
         self.device = torch.device(device)
         self.future_map = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
+        self.newest = self.future_map.numpy() if self.device.type == "cpu" else None
+        """The same memory as an array, on a CPU."""
         self.table = SlotTable(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=self.device)
         on_cpu = self.device.type == "cpu"
         self._kernels: SamplingKernels = kernels or (sampling_cpu if on_cpu else sampling)
@@ -303,8 +305,8 @@ class Sampler:
         return tensor_S.clone() if copy else tensor_S
 
     def _publish(self, slots: Ints, token_ids: torch.Tensor) -> None:
-        if self.device.type == "cpu":
-            self.future_map.numpy()[slots] = token_ids.numpy()
+        if self.newest is not None:
+            self.newest[slots] = token_ids.numpy()
         else:
             index = self.table.upload(slots.astype(np.int64))
             self.future_map.index_copy_(0, index, token_ids)

@@ -50,6 +50,8 @@ async def closed(close: Callable[[], object], seconds: float | None) -> bool:
     finally:
         pool.shutdown(wait=False)
     done, _ = await asyncio.wait([closing], timeout=seconds)
+    if done:
+        pool.shutdown()  # of a thread that has nothing left to do: nobody finds it afterwards
     if done and (error := closing.exception()) is not None:
         logger.error("closing the engine", exc_info=error)
     return bool(done)

@@ -106,7 +106,8 @@ class Client:
 
 async def test_the_endpoint_streams() -> None:
     pytest.importorskip("fastapi")
-    engine = fake_engine({"sky": "Blue, mostly."})
+    # Slow enough for a reader: deltas that wait for one are joined.
+    engine = fake_engine({"sky": "Blue, mostly."}, faults=Faults(delay=0.02))
     app = load("web_endpoint").make_app(engine)
     async with app.router.lifespan_context(app):
         client = Client(app, "/answer", "question=the+sky")

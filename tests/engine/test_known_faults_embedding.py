@@ -368,7 +368,8 @@ async def lifecycles(count: int, loop_mode: str, seed: int) -> None:
         after = what_is_open()
         assert after[0] == tasks
         assert after[1] == threads
-        assert after[2] == files
+        # What an earlier test left to be collected may be gone by now; nothing may have come.
+        assert after[2].items() <= files.items()
         core = engine._service._core
         assert core is not None
         assert (core._live, core._by_channel, core._preparing) == ({}, {}, {})

@@ -218,6 +218,7 @@ async def test_an_engine_whose_own_loop_is_stuck_is_given_up() -> None:
 
 
 def test_a_loop_that_was_closed_under_the_engine() -> None:
+    before = set(threading.enumerate())
     engine = scripted_engine(loop="caller")
     loop = asyncio.new_event_loop()
     loop.run_until_complete(engine.start())
@@ -233,7 +234,8 @@ def test_a_loop_that_was_closed_under_the_engine() -> None:
 
     asyncio.run(close())
     assert engine.health().state == "closed"
-    assert not [t for t in threading.enumerate() if t.name.startswith("cpu-")]
+    left = set(threading.enumerate()) - before
+    assert not [t for t in left if t.name.startswith("cpu-")]
     with contextlib.suppress(RuntimeError):
         stream.abort()
 

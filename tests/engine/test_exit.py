@@ -254,6 +254,7 @@ def test_a_forked_child_is_told_and_neither_hangs_nor_hurts_its_parent() -> None
             """
         ),
         # From Python 3.12 on `os.fork` itself warns whoever calls it beside any thread.
-        *("-W", "ignore:This process:DeprecationWarning"),
+        "-W",
+        "ignore:This process:DeprecationWarning",
     )
     assert said == ""

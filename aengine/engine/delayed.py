@@ -69,6 +69,8 @@ class DelayedSampling:
         self._jumping: dict[int, int] = {}
         """Sequences held for a jump -> the step whose token comes before it."""
         self._ready: dict[int, Bitmask] = {}
+        self._skipped: dict[int, int] = {}
+        """Sequences whose mask was late -> the step that goes on without a sample of theirs."""
         self._late: set[asyncio.Task[None]] = set()
         self._faults: list[tuple[int, GenerationError]] = []
 
@@ -85,6 +87,7 @@ class DelayedSampling:
         self._grammars.pop(seq_id, None)
         self._ready.pop(seq_id, None)
         self._jumping.pop(seq_id, None)
+        self._skipped.pop(seq_id, None)
         self._may_jump.discard(seq_id)
 
     def advance(self, updates: Sequence[RowUpdate], step_id: int) -> Sequence[RowUpdate]:
@@ -93,6 +96,9 @@ class DelayedSampling:
         if not self._matchers and not self._jumping:
             return updates
         advanced = [self._advance(update) for update in updates]
+        for seq_id in [each for each, step in self._skipped.items() if step == step_id]:
+            del self._skipped[seq_id]
+            self._resume(seq_id)
         if self._jumping:
             landing = {seq_id for seq_id, step in self._jumping.items() if step == step_id}
             advanced = [self._jump(u) if u.seq_id in landing else u for u in advanced]
@@ -207,6 +213,7 @@ class DelayedSampling:
             seq_ids = [plan.seq_ids[row] for row in rows]
             for seq_id in seq_ids:
                 self._parts.scheduler.hold(seq_id)
+                self._skipped[seq_id] = plan.step_id
             rejoining = self._rejoin(filling, seq_ids, bitmask)
             task = asyncio.get_running_loop().create_task(rejoining)
             self._late.add(task)
@@ -232,8 +239,17 @@ class DelayedSampling:
                 self._fault(seq_id, failed[index])
             else:
                 self._ready[seq_id] = bitmask[index]
-            self._parts.scheduler.unhold(seq_id)
+                self._resume(seq_id)
         self._wake()
+
+    def _resume(self, seq_id: int) -> None:
+        """Let a row come back, if its mask is there and the step without it has settled.
+
+        Before that the scheduler counts on a token of that step: a forward would read a token that
+        was never sampled, and what is sampled from it would be dropped but counted by penalties.
+        """
+        if seq_id in self._ready and seq_id not in self._skipped:
+            self._parts.scheduler.unhold(seq_id)
 
     async def aclose(self) -> None:
         """Wait for the threads that still fill masks."""

@@ -7,6 +7,7 @@ import gc
 import re
 import threading
 import weakref
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -28,6 +29,7 @@ from aengine import (
 )
 from aengine.errors import DeviceLostError
 from aengine.testing import EOS, Faults, arithmetic_script, scripted_engine
+from aengine.testing.scripted import ScriptedLauncher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -505,4 +507,38 @@ async def test_a_late_mask_takes_its_row_out_and_loses_nothing(
         assert re.fullmatch("[a-z]{9}", bound.text)
         assert (await free).token_ids == expected([5], 200)
         assert late[0] == 4
+        await drained(engine)
+
+
+async def test_a_mask_that_comes_while_its_step_runs_samples_no_token_for_nobody(
+    monkeypatch: pytest.MonkeyPatch, loop_mode: str
+) -> None:
+    """Its row may only come back when the step that went on without it has settled: a token that is
+    sampled before would be dropped, but counted for the penalties of the row."""
+    word = StructuredOutput.regex("[a-z]{9}")
+    slow = Faults(delay=0.02)
+    async with scripted_engine(
+        loop=loop_mode, block_size=4, faults=slow, grammar_mask_patience=0.001
+    ) as engine:
+        grammars, launcher = engine.parts.grammars, engine.parts.launcher
+        fill, sampled = grammars.fill, Counter[int]()
+
+        def late_fill(matchers: Any, bitmask: Any) -> Any:
+            async def later() -> Any:
+                await asyncio.sleep(0.005)
+                return await fill(matchers, bitmask)
+
+            return asyncio.ensure_future(later())
+
+        def sample(begun: Any, row: int, mask: Any) -> None:
+            sampled[begun.plan.seq_ids[row]] += 1
+            once(begun, row, mask)
+
+        assert isinstance(launcher, ScriptedLauncher)
+        once = launcher._sample
+        monkeypatch.setattr(grammars, "fill", late_fill)
+        monkeypatch.setattr(launcher, "_sample", sample)
+        results = [await engine.generate([3, i], params(40, structured=word)) for i in range(3)]
+        assert all(re.fullmatch("[a-z]{9}", each.text) for each in results)
+        assert list(sampled.values()) == [len(each.token_ids) for each in results]
         await drained(engine)

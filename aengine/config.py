@@ -90,7 +90,9 @@ class KVCacheConfig:
         fraction: share of the memory that weights, activations of the largest step and captured
             graphs leave, above 0 to 1; None: 0.9 on a GPU, 0.25 on a CPU. (vLLM's
             `gpu_memory_utilization` is a share of the whole GPU, weights included.)
-        dtype: "auto" (the model's), "float32", "float16" or "bfloat16".
+        dtype: of keys and values: "auto" (float16 where the CPU kernels compute in int8, else what
+            the model computes in), "float32", "float16" or "bfloat16"; what the model's kernels
+            cannot read is refused when it is loaded.
     """
 
     memory: int | None = None

@@ -141,16 +141,15 @@ static PyObject *set_matrix(PyObject *self, PyObject *args)
 {
     PyObject *capsule;
     long long index, rows, cols;
-    int type, terms, failed;
+    int type, int8, failed;
     Py_buffer raw;
     (void)self;
-    if (!PyArg_ParseTuple(args, "OLiLLiy*", &capsule, &index, &type, &rows, &cols, &terms, &raw))
+    if (!PyArg_ParseTuple(args, "OLiLLpy*", &capsule, &index, &type, &rows, &cols, &int8, &raw))
         return NULL;
     struct cpu_model *m = model_of(capsule);
     size_t bytes = cols > 0 ? cpu_raw_row_bytes(type, cols) : 0;
     if (m && (index < 0 || index >= m->layers * W_PER_LAYER + 2 || m->matrices[index].data ||
-              rows < 1 || !bytes || (size_t)raw.len != bytes * (size_t)rows || terms < 0 ||
-              terms > 2)) {
+              rows < 1 || !bytes || (size_t)raw.len != bytes * (size_t)rows)) {
         PyErr_SetString(PyExc_ValueError, "the matrix does not have the size that it should");
         m = NULL;
     }
@@ -165,7 +164,7 @@ static PyObject *set_matrix(PyObject *self, PyObject *args)
     PyBuffer_Release(&raw);
     if (failed)
         return PyErr_NoMemory();
-    w->terms = cpu_is_int(w) ? terms : 0;
+    w->int8 = int8 && cpu_is_int(w);
     return PyLong_FromSize_t(cpu_matrix_bytes(w));
 }
 
@@ -194,7 +193,7 @@ static PyObject *set_vector(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static int addresses(PyObject *sequence, int64_t count, float **out)
+static int addresses(PyObject *sequence, int64_t count, void **out)
 {
     if (PySequence_Size(sequence) != (Py_ssize_t)count)
         return -1;
@@ -213,14 +212,19 @@ static PyObject *forward(PyObject *self, PyObject *args)
     PyObject *capsule, *keys, *values;
     long long tokens, rows, logits, width, block_size;
     unsigned long long ids, positions, slots, index, starts, tables, out;
+    int kv_itemsize;
     (void)self;
-    if (!PyArg_ParseTuple(args, "OLLLLLKKKKKKKOO", &capsule, &tokens, &rows, &logits, &width,
+    if (!PyArg_ParseTuple(args, "OLLLLLKKKKKKKOOi", &capsule, &tokens, &rows, &logits, &width,
                           &block_size, &ids, &positions, &slots, &index, &starts, &tables, &out,
-                          &keys, &values))
+                          &keys, &values, &kv_itemsize))
         return NULL;
     struct cpu_model *m = model_of(capsule);
     if (!m)
         return NULL;
+    if (kv_itemsize != 2 && kv_itemsize != 4) {
+        PyErr_SetString(PyExc_ValueError, "keys and values: of 2 or 4 bytes");
+        return NULL;
+    }
     int64_t matrices = m->layers * W_PER_LAYER + 1;
     for (int64_t i = 0; i < matrices; i++)
         if (!m->matrices[i].data) {
@@ -232,7 +236,7 @@ static PyObject *forward(PyObject *self, PyObject *args)
         PyErr_SetString(PyExc_RuntimeError, "the model is computing a step already");
         return NULL;
     }
-    float **kv = malloc((size_t)m->layers * 2 * sizeof *kv);
+    void **kv = malloc((size_t)m->layers * 2 * sizeof *kv);
     if (!kv)
         return PyErr_NoMemory();
     if (addresses(keys, m->layers, kv) || addresses(values, m->layers, kv + m->layers)) {
@@ -255,6 +259,7 @@ static PyObject *forward(PyObject *self, PyObject *args)
         .tables = (const int32_t *)(uintptr_t)tables,
         .keys = kv,
         .values = kv + m->layers,
+        .kv_half = kv_itemsize == 2,
         .out = (float *)(uintptr_t)out,
     };
     int failed;

@@ -18,7 +18,7 @@ def new_model(
     /,
 ) -> object: ...
 def set_matrix(
-    model: object, index: int, ggml_type: int, rows: int, cols: int, terms: int, raw: Any, /
+    model: object, index: int, ggml_type: int, rows: int, cols: int, int8: bool, raw: Any, /
 ) -> int: ...
 def set_vector(model: object, index: int, raw: Any, /) -> None: ...
 def forward(
@@ -37,6 +37,7 @@ def forward(
     out: int,
     keys: Sequence[int],
     values: Sequence[int],
+    kv_itemsize: int,
     /,
 ) -> None: ...
 def isa_of(model: object, /) -> str: ...

@@ -5,16 +5,21 @@
  * online softmax of Milakov and Gimelshein, split as in flash-decoding.)
  */
 
-/* Keys of 16 positions, transposed: out[d * 16 + position]. */
-INLINE void transpose_keys(const float *const rows[16], int head_dim, float *out)
+/* Keys of 16 positions, transposed: out[d * 16 + position]. `out` has room for as much again. */
+INLINE void transpose_keys(int half, const void *const rows[16], int head_dim, float *out)
 {
 #ifdef transpose_tile
     for (int d = 0; d < head_dim; d += CPU_GROUP)
-        transpose_tile(rows, d, out + d * CPU_GROUP);
+        transpose_tile(half, rows, d, out + d * CPU_GROUP);
 #else
+    float *wide = out + head_dim * CPU_GROUP;
+    for (int p = 0; half && p < CPU_GROUP; p++)
+        for (int d = 0; d < head_dim; d += VL)
+            vf_store(wide + p * head_dim + d, kv_load(half, rows[p], d));
     for (int d = 0; d < head_dim; d++)
         for (int p = 0; p < CPU_GROUP; p++)
-            out[d * CPU_GROUP + p] = rows[p][d];
+            out[d * CPU_GROUP + p] =
+                half ? wide[p * head_dim + d] : ((const float *)rows[p])[d];
 #endif
 }
 
@@ -61,8 +66,8 @@ INLINE void weigh(float *scores, int64_t seen, float *max_out, float *sum_out)
 }
 
 /* acc[i][0 .. VALUE_VECTORS*VL) = sum over positions of weight * value */
-INLINE void value_tile(int queries, int vectors, const float *const *weights, int64_t count,
-                       const float *const *rows, int d, float *const *acc)
+INLINE void value_tile(int half, int queries, int vectors, const float *const *weights,
+                       int64_t count, const void *const *rows, int d, float *const *acc)
 {
     vf sum[VALUE_QUERIES][VALUE_VECTORS];
     for (int i = 0; i < queries; i++)
@@ -72,7 +77,7 @@ INLINE void value_tile(int queries, int vectors, const float *const *weights, in
         vf value[VALUE_VECTORS];
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++)
-            value[v] = vf_load(rows[p] + d + v * VL);
+            value[v] = kv_load(half, rows[p], d + v * VL);
 #pragma GCC unroll 8
         for (int i = 0; i < queries; i++)
 #pragma GCC unroll 8
@@ -84,32 +89,31 @@ INLINE void value_tile(int queries, int vectors, const float *const *weights, in
             vf_store(acc[i] + d + v * VL, sum[i][v]);
 }
 
-INLINE void value_queries(int queries, const float *const *weights, int64_t count,
-                          const float *const *rows, int head_dim, float *const *acc)
+INLINE void value_queries(int half, int queries, const float *const *weights, int64_t count,
+                          const void *const *rows, int head_dim, float *const *acc)
 {
     int d = 0;
     for (; d + VALUE_VECTORS * VL <= head_dim; d += VALUE_VECTORS * VL)
-        value_tile(queries, VALUE_VECTORS, weights, count, rows, d, acc);
+        value_tile(half, queries, VALUE_VECTORS, weights, count, rows, d, acc);
     for (; d < head_dim; d += VL)
-        value_tile(queries, 1, weights, count, rows, d, acc);
+        value_tile(half, queries, 1, weights, count, rows, d, acc);
 }
 
-/* Ask for the values of a tile of positions while its keys are worked on. */
-INLINE void fetch_values(const float *const rows[CPU_GROUP], int head_dim)
+INLINE void fetch_row(const void *row, int bytes)
 {
-    for (int p = 0; p < CPU_GROUP; p++)
-        for (int d = 0; d < head_dim; d += 16)
-            __builtin_prefetch(rows[p] + d, 0, 1);
+    for (int i = 0; i < bytes; i += 64)
+        __builtin_prefetch((const char *)row + i, 0, 1);
 }
 
-static void chunk_scores(const float *const *queries, int active,
-                         const float *const *rows, const float *const *v_rows, int64_t count,
+INLINE void chunk_scores(int half, const float *const *queries, int active,
+                         const void *const *rows, const void *const *v_rows, int64_t count,
                          int head_dim, float scale, float *scores, float *keys)
 {
-
     for (int64_t p = 0; p < count; p += CPU_GROUP) {
-        fetch_values(v_rows + p, head_dim);
-        transpose_keys(rows + p, head_dim, keys);
+        /* the values of a tile of positions, while its keys are worked on */
+        for (int i = 0; i < CPU_GROUP; i++)
+            fetch_row(v_rows[p + i], head_dim * (half ? 2 : 4));
+        transpose_keys(half, rows + p, head_dim, keys);
         int i = 0;
         for (; i + SCORE_QUERIES <= active; i += SCORE_QUERIES)
             score_tile(SCORE_QUERIES, queries + i, keys, head_dim, scale,
@@ -123,12 +127,13 @@ static void chunk_scores(const float *const *queries, int active,
     }
 }
 
-static void attend_chunk(const struct cpu_queries *q, const struct cpu_kv *kv, int64_t first,
-                         float scale, const struct cpu_softmax *part, float *scratch)
+INLINE void attend(int half, const struct cpu_queries *q, const struct cpu_kv *kv, int64_t first,
+                   float scale, const struct cpu_softmax *part, float *scratch)
 {
     float *scores = scratch, *keys = scratch + CPU_MAX_QUERIES * CPU_KV_CHUNK;
-    const float *k_rows[CPU_KV_CHUNK], *v_rows[CPU_KV_CHUNK], *queries[CPU_MAX_QUERIES];
-    const float *weights[CPU_MAX_QUERIES];
+    const void *k_rows[CPU_KV_CHUNK], *v_rows[CPU_KV_CHUNK];
+    const float *queries[CPU_MAX_QUERIES], *weights[CPU_MAX_QUERIES];
+    int64_t size = half ? 2 : 4;
     float *acc[CPU_MAX_QUERIES];
     int64_t seen[CPU_MAX_QUERIES], count = 0;
     int active = 0;
@@ -145,13 +150,13 @@ static void attend_chunk(const struct cpu_queries *q, const struct cpu_kv *kv, i
         /* the last tile of 16 is filled up with a position that is there; its scores are unused */
         int64_t at = first + (p < count ? p : count - 1);
         int64_t slot = kv->table[at / kv->block_size] * kv->block_size + at % kv->block_size;
-        k_rows[p] = kv->k + slot * kv->position_stride + kv->head_offset;
+        int64_t place = (slot * kv->position_stride + kv->head_offset) * size;
+        k_rows[p] = (const char *)kv->k + place;
         /* Positions lie apart by all heads: too far for the processor to foresee. */
-        for (int d = 0; d < kv->head_dim; d += 16)
-            __builtin_prefetch(k_rows[p] + d, 0, 1);
-        v_rows[p] = kv->v + slot * kv->position_stride + kv->head_offset;
+        fetch_row(k_rows[p], kv->head_dim * (int)size);
+        v_rows[p] = (const char *)kv->v + place;
     }
-    chunk_scores(queries, active, k_rows, v_rows, count, kv->head_dim, scale, scores, keys);
+    chunk_scores(half, queries, active, k_rows, v_rows, count, kv->head_dim, scale, scores, keys);
     for (int i = 0, a = 0; i < q->count; i++) {
         if (q->limit[i] <= first)
             continue;
@@ -160,13 +165,22 @@ static void attend_chunk(const struct cpu_queries *q, const struct cpu_kv *kv, i
     }
     int i = 0;
     for (; i + VALUE_QUERIES <= active; i += VALUE_QUERIES)
-        value_queries(VALUE_QUERIES, weights + i, count, v_rows, kv->head_dim, acc + i);
+        value_queries(half, VALUE_QUERIES, weights + i, count, v_rows, kv->head_dim, acc + i);
     if (VALUE_QUERIES > 3 && i + 3 <= active) {
-        value_queries(3, weights + i, count, v_rows, kv->head_dim, acc + i);
+        value_queries(half, 3, weights + i, count, v_rows, kv->head_dim, acc + i);
         i += 3;
     }
     for (; i < active; i++)
-        value_queries(1, weights + i, count, v_rows, kv->head_dim, acc + i);
+        value_queries(half, 1, weights + i, count, v_rows, kv->head_dim, acc + i);
+}
+
+static void attend_chunk(const struct cpu_queries *q, const struct cpu_kv *kv, int64_t first,
+                         float scale, const struct cpu_softmax *part, float *scratch)
+{
+    if (kv->half)
+        attend(1, q, kv, first, scale, part, scratch);
+    else
+        attend(0, q, kv, first, scale, part, scratch);
 }
 
 static void merge(const struct cpu_softmax *into, const struct cpu_softmax *part, int i,

@@ -11,11 +11,11 @@ INLINE vi dot_block(vi acc, const vu w[8], const int8_t *a, int first, int last,
 }
 
 /* out[i * 16 + p] = rows[p][d + i]: three rounds of interleaving and one of 128-bit lanes. */
-INLINE void transpose_tile(const float *const rows[16], int d, float *out)
+INLINE void transpose_tile(int half, const void *const rows[16], int d, float *out)
 {
     __m512 a[16], b[16];
     for (int i = 0; i < 16; i++)
-        a[i] = _mm512_loadu_ps(rows[i] + d);
+        a[i] = (__m512)kv_load(half, rows[i], d);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
         b[2 * i] = _mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]);

@@ -29,10 +29,12 @@ struct run {
     int64_t layer;
     int64_t chunks, part_floats;
     /* the loop in progress */
+    void (*each_token)(struct run *, int64_t);
+    int64_t loop_tokens, tokens_a_chunk;
     const float *from;
     const float *norm;
     int64_t cols, count, groups_a_chunk;
-    int terms;
+    int int8; /* a product in line wants the quantised form */
     struct cpu_input in;
     struct product products[3];
     int num_products;
@@ -48,35 +50,41 @@ static struct cpu_matrix *matrix_of(const struct run *r, int which)
     return &r->m->matrices[r->layer * W_PER_LAYER + which];
 }
 
-/* -- inputs of matrix products: normalise (if asked), then quantise (if a matrix wants it) -------- */
+/* -- loops over tokens: a few chunks for each thread, since taking one costs a tenth of a microsecond */
 
-static void prepare_token(void *context, int64_t t, int worker)
+static void token_chunk(void *context, int64_t chunk, int worker)
 {
     struct run *r = context;
-    const float *x = r->from + t * r->cols;
+    int64_t end = (chunk + 1) * r->tokens_a_chunk;
+    if (end > r->loop_tokens)
+        end = r->loop_tokens;
+    for (int64_t t = chunk * r->tokens_a_chunk; t < end; t++)
+        r->each_token(r, t);
     (void)worker;
+}
+
+static void for_tokens(struct run *r, int64_t count, void (*each)(struct run *, int64_t))
+{
+    int64_t chunks = 8 * (int64_t)cpu_pool_threads(r->m->pool);
+    r->each_token = each;
+    r->loop_tokens = count;
+    r->tokens_a_chunk = count / chunks + 1;
+    cpu_pool_run(r->m->pool, (count + r->tokens_a_chunk - 1) / r->tokens_a_chunk, token_chunk, r);
+}
+
+/* -- inputs of matrix products: normalise (if asked), then quantise (if a matrix wants it) -------- */
+
+static void prepare_token(struct run *r, int64_t t)
+{
+    const float *x = r->from + t * r->cols;
     if (r->norm) {
         float *h = r->b.h + t * r->cols;
         r->m->kernels->rms_norm(x, r->norm, r->m->eps, r->cols, h);
         x = h;
     }
-    if (r->terms)
-        r->m->kernels->quantise(x, r->cols, r->b.hi + t * r->cols,
-                                r->terms == 2 ? r->b.lo + t * r->cols : NULL,
+    if (r->int8)
+        r->m->kernels->quantise(x, r->cols, r->b.hi + t * r->cols, r->b.lo + t * r->cols,
                                 r->b.info + t * (r->cols / CPU_BLOCK));
-}
-
-static void prepare(struct run *r, const float *from, const float *norm, int64_t cols,
-                    int64_t count, int terms)
-{
-    r->from = from;
-    r->norm = norm;
-    r->cols = cols;
-    r->count = count;
-    r->terms = terms;
-    if (norm || terms)
-        cpu_pool_run(r->m->pool, count, prepare_token, r);
-    r->in = (struct cpu_input){norm ? r->b.h : from, cols, r->b.hi, r->b.lo, r->b.info};
 }
 
 /* -- matrix products that share an input ---------------------------------------------------------- */
@@ -96,15 +104,28 @@ static void product_chunk(void *context, int64_t chunk, int worker)
     }
 }
 
-static void multiply(struct run *r)
+/* Multiply `count` rows of `cols` values with the matrices in line; `norm`: normalise them first. */
+static void multiply(struct run *r, const float *from, const float *norm, int64_t cols,
+                     int64_t count)
 {
     int64_t groups = 0;
+    r->from = from;
+    r->norm = norm;
+    r->cols = cols;
+    r->count = count;
+    r->int8 = 0;
+    for (int i = 0; i < r->num_products; i++)
+        r->int8 |= r->products[i].matrix->int8;
+    if (norm || r->int8)
+        for_tokens(r, count, prepare_token);
+    r->in = (struct cpu_input){norm ? r->b.h : from, cols, r->b.hi, r->b.lo, r->b.info};
     for (int i = 0; i < r->num_products; i++)
         groups += r->products[i].matrix->groups;
     int64_t chunks = 8 * (int64_t)cpu_pool_threads(r->m->pool);
     r->groups_a_chunk = groups / chunks + 1;
     cpu_pool_run(r->m->pool, (groups + r->groups_a_chunk - 1) / r->groups_a_chunk, product_chunk,
                  r);
+    r->num_products = 0;
 }
 
 static void add_product(struct run *r, const struct cpu_matrix *w, float *out, int64_t stride,
@@ -116,21 +137,25 @@ static void add_product(struct run *r, const struct cpu_matrix *w, float *out, i
 
 /* -- attention ------------------------------------------------------------------------------------ */
 
-static void turn_token(void *context, int64_t t, int worker)
+static void put_kv(const struct run *r, void *cache, int64_t slot, const float *from, int64_t width)
 {
-    struct run *r = context;
+    if (r->s->kv_half)
+        r->m->kernels->narrow(from, width, (uint16_t *)cache + slot * width);
+    else
+        memcpy((float *)cache + slot * width, from, (size_t)width * sizeof(float));
+}
+
+static void turn_token(struct run *r, int64_t t)
+{
     struct cpu_model *m = r->m;
     int64_t half = m->dim / 2, width = m->kv_heads * m->dim;
     const float *cos = r->b.cos + t * half, *sin = r->b.sin + t * half;
-    (void)worker;
     for (int64_t i = 0; i < m->heads; i++)
         m->kernels->rope(r->b.q + (t * m->heads + i) * m->dim, cos, sin, m->dim);
     for (int64_t i = 0; i < m->kv_heads; i++)
         m->kernels->rope(r->b.k + (t * m->kv_heads + i) * m->dim, cos, sin, m->dim);
-    memcpy(r->s->keys[r->layer] + r->s->slots[t] * width, r->b.k + t * width,
-           (size_t)width * sizeof(float));
-    memcpy(r->s->values[r->layer] + r->s->slots[t] * width, r->b.v + t * width,
-           (size_t)width * sizeof(float));
+    put_kv(r, r->s->keys[r->layer], r->s->slots[t], r->b.k + t * width, width);
+    put_kv(r, r->s->values[r->layer], r->s->slots[t], r->b.v + t * width, width);
 }
 
 #include "_cpu_forward_attend.inc.h"
@@ -151,11 +176,9 @@ static int64_t list_items(struct run *r)
 
 /* -- layers --------------------------------------------------------------------------------------- */
 
-static void angles_token(void *context, int64_t t, int worker)
+static void angles_token(struct run *r, int64_t t)
 {
-    struct run *r = context;
     int64_t half = r->m->dim / 2;
-    (void)worker;
     for (int64_t i = 0; i < half; i++) {
         float angle = (float)r->s->positions[t] * r->m->inv_freq[i];
         r->b.cos[t * half + i] = cosf(angle);
@@ -163,10 +186,8 @@ static void angles_token(void *context, int64_t t, int worker)
     }
 }
 
-static void swiglu_token(void *context, int64_t t, int worker)
+static void swiglu_token(struct run *r, int64_t t)
 {
-    struct run *r = context;
-    (void)worker;
     r->m->kernels->swiglu(r->b.gate + t * r->m->inner, r->b.up + t * r->m->inner, r->m->inner);
 }
 
@@ -174,28 +195,20 @@ static void run_layer(struct run *r, int64_t items)
 {
     struct cpu_model *m = r->m;
     int64_t tokens = r->s->tokens, kv_width = m->kv_heads * m->dim, q_width = m->heads * m->dim;
-    prepare(r, r->b.x, vector_of(r, V_ATTENTION_NORM), m->hidden, tokens, matrix_of(r, W_Q)->terms);
-    r->num_products = 0;
     add_product(r, matrix_of(r, W_Q), r->b.q, q_width, vector_of(r, V_Q_BIAS), 0);
     add_product(r, matrix_of(r, W_K), r->b.k, kv_width, vector_of(r, V_K_BIAS), 0);
     add_product(r, matrix_of(r, W_V), r->b.v, kv_width, vector_of(r, V_V_BIAS), 0);
-    multiply(r);
-    cpu_pool_run(m->pool, tokens, turn_token, r);
+    multiply(r, r->b.x, vector_of(r, V_ATTENTION_NORM), m->hidden, tokens);
+    for_tokens(r, tokens, turn_token);
     attend(r, items);
-    prepare(r, r->b.attended, NULL, q_width, tokens, matrix_of(r, W_O)->terms);
-    r->num_products = 0;
     add_product(r, matrix_of(r, W_O), r->b.x, m->hidden, NULL, 1);
-    multiply(r);
-    prepare(r, r->b.x, vector_of(r, V_MLP_NORM), m->hidden, tokens, matrix_of(r, W_GATE)->terms);
-    r->num_products = 0;
+    multiply(r, r->b.attended, NULL, q_width, tokens);
     add_product(r, matrix_of(r, W_GATE), r->b.gate, m->inner, NULL, 0);
     add_product(r, matrix_of(r, W_UP), r->b.up, m->inner, NULL, 0);
-    multiply(r);
-    cpu_pool_run(m->pool, tokens, swiglu_token, r);
-    prepare(r, r->b.gate, NULL, m->inner, tokens, matrix_of(r, W_DOWN)->terms);
-    r->num_products = 0;
+    multiply(r, r->b.x, vector_of(r, V_MLP_NORM), m->hidden, tokens);
+    for_tokens(r, tokens, swiglu_token);
     add_product(r, matrix_of(r, W_DOWN), r->b.x, m->hidden, NULL, 1);
-    multiply(r);
+    multiply(r, r->b.gate, NULL, m->inner, tokens);
 }
 
 static void run_head(struct run *r)
@@ -209,10 +222,8 @@ static void run_head(struct run *r)
     for (int64_t i = 0; i < count; i++)
         memcpy(chosen + i * m->hidden, r->b.x + r->s->logit_index[i] * m->hidden,
                (size_t)m->hidden * sizeof(float));
-    prepare(r, chosen, m->vectors[m->layers * V_PER_LAYER], m->hidden, count, head->terms);
-    r->num_products = 0;
     add_product(r, head, r->s->out, m->vocab, NULL, 0);
-    multiply(r);
+    multiply(r, chosen, m->vectors[m->layers * V_PER_LAYER], m->hidden, count);
 }
 
 /* -- memory --------------------------------------------------------------------------------------- */
@@ -280,7 +291,7 @@ int cpu_forward(struct cpu_model *m, const struct cpu_step *s)
     const struct cpu_matrix *embedding = &m->matrices[m->layers * W_PER_LAYER];
     for (int64_t t = 0; t < s->tokens; t++)
         cpu_matrix_row(embedding, s->token_ids[t], r.b.x + t * m->hidden);
-    cpu_pool_run(m->pool, s->tokens, angles_token, &r);
+    for_tokens(&r, s->tokens, angles_token);
     int64_t items = list_items(&r);
     for (r.layer = 0; r.layer < m->layers; r.layer++)
         run_layer(&r, items);

@@ -27,8 +27,9 @@ struct cpu_step {
     int64_t tokens, rows, logits, table_width, block_size;
     const int64_t *token_ids, *positions, *slots, *logit_index;
     const int32_t *query_start, *tables;
-    float *const *keys, *const *values; /* [layers] */
-    float *out;                         /* [S, vocab] */
+    void *const *keys, *const *values; /* [layers] */
+    int kv_half;                       /* they are float16, else float32 */
+    float *out;                        /* [S, vocab] */
 };
 
 /* 0, or -1: out of memory. */

@@ -21,8 +21,9 @@ static int64_t open_item(const struct run *r, int64_t item, struct cpu_queries *
             q->limit[q->count++] = s->positions[u] + 1;
             limit = s->positions[u] + 1 > limit ? s->positions[u] + 1 : limit;
         }
-    *kv = (struct cpu_kv){s->keys[r->layer], s->values[r->layer], s->tables + row * s->table_width,
-                          s->block_size, m->kv_heads * m->dim, kv_head * m->dim, (int)m->dim};
+    *kv = (struct cpu_kv){s->keys[r->layer], s->values[r->layer], s->kv_half,
+                          s->tables + row * s->table_width, s->block_size, m->kv_heads * m->dim,
+                          kv_head * m->dim, (int)m->dim};
     return limit;
 }
 

@@ -24,6 +24,10 @@
 #define vf_fma(a, b, c) ((vf)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
 #define vf_max(a, b) ((vf)_mm512_max_ps((__m512)(a), (__m512)(b)))
 #define vf_half(p) ((vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p))))
+#define vf_store_half(p, v)                                                                        \
+    _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph((__m512)(v), _MM_FROUND_TO_NEAREST_INT))
+#define vf_top(v) _mm512_reduce_max_ps((__m512)(v))
+#define vi_sum(v) _mm512_reduce_add_epi32((__m512i)(v))
 #define vi_store_i8(p, v) _mm_storeu_si128((__m128i *)(p), _mm512_cvtepi32_epi8((__m512i)(v)))
 #define ISA_DOT_BLOCK "_cpu_dot_avx512.inc.h"
 #include "_cpu_template.inc.h"

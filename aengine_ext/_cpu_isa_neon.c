@@ -25,6 +25,8 @@
 #define vf_max(a, b) ((vf)vmaxq_f32((float32x4_t)(a), (float32x4_t)(b)))
 #define vf_half(p)                                                                                 \
     ((vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)(const void *)(p)))))
+#define vf_store_half(p, v)                                                                        \
+    vst1_u16((p), vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)(v))))
 #define ISA_DOT_BLOCK "_cpu_dot_neon.inc.h"
 #include "_cpu_template.inc.h"
 

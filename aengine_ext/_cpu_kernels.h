@@ -10,8 +10,10 @@
 #include "_cpu_matrix.h"
 
 /* Per token and block of 32 columns: what the dot products of 8-bit activations need beside them.
- * An activation is worth scale * (hi) or, with two terms, scale * (128 hi + lo). */
+ * An activation is worth scale * hi or, in a fine block, scale * (128 hi + lo); other blocks have
+ * no lo. */
 struct cpu_block_info {
+    int32_t fine;
     float scale;
     float sum;      /* of the activations as quantised, the scale applied */
     int32_t isum[2]; /* of the integers, one for each half of the block */
@@ -34,7 +36,8 @@ struct cpu_output {
 
 /* One row's keys and values of one layer, reached through its block table. */
 struct cpu_kv {
-    const float *k, *v; /* [num_blocks, block_size, kv_heads, head_dim] */
+    const void *k, *v; /* [num_blocks, block_size, kv_heads, head_dim] */
+    int half;          /* they are float16, else float32 */
     const int32_t *table;
     int64_t block_size;
     int64_t position_stride; /* kv_heads * head_dim */
@@ -69,9 +72,11 @@ struct cpu_kernels {
     void (*rope)(float *x, const float *cos, const float *sin, int64_t n);
     /* gate = silu(gate) * up */
     void (*swiglu)(float *gate, const float *up, int64_t n);
-    /* n is a multiple of 32; lo may be NULL: one term */
+    /* n is a multiple of 32; values that are no numbers make all scales NaN */
     void (*quantise)(const float *x, int64_t n, int8_t *hi, int8_t *lo,
                      struct cpu_block_info *info);
+    /* To float16, to the nearest; what is too large becomes the largest. n is a multiple of 32. */
+    void (*narrow)(const float *x, int64_t n, uint16_t *out);
     /* Attention over the positions first .. min(first + CPU_KV_CHUNK, limit) - 1, for queries with
      * limit > first. `scratch`: cpu_attention_scratch_floats. */
     void (*attend_chunk)(const struct cpu_queries *q, const struct cpu_kv *kv, int64_t first,
@@ -85,7 +90,7 @@ static inline int64_t cpu_scratch_floats(int64_t max_cols) { return max_cols * C
 
 static inline int64_t cpu_attention_scratch_floats(int head_dim)
 {
-    return CPU_MAX_QUERIES * CPU_KV_CHUNK + (int64_t)head_dim * CPU_GROUP;
+    return CPU_MAX_QUERIES * CPU_KV_CHUNK + 2 * (int64_t)head_dim * CPU_GROUP;
 }
 
 /* NULL when the compiler or this processor does not have the instruction set. */

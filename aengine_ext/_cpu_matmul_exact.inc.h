@@ -106,7 +106,7 @@ static void matmul(const struct cpu_matrix *m, int64_t first, int64_t last,
                    const struct cpu_input *in, int64_t tokens, const struct cpu_output *out,
                    float *scratch)
 {
-    if (m->terms && cpu_is_int(m))
+    if (m->int8)
         matmul_int(m, first, last, in, tokens, out);
     else
         matmul_exact(m, first, last, in, tokens, out, scratch);

@@ -27,9 +27,8 @@ INLINE void put_rows(const struct cpu_output *o, int64_t rows, int64_t row, int6
     }
 }
 
-INLINE void int_tile(struct kind kind, int terms, int tokens, const struct cpu_matrix *m,
-                     int64_t g, const struct cpu_input *in, int64_t t0,
-                     const struct cpu_output *out)
+INLINE void int_tile(struct kind kind, int tokens, const struct cpu_matrix *m, int64_t g,
+                     const struct cpu_input *in, int64_t t0, const struct cpu_output *out)
 {
     const uint8_t *group = m->data + (size_t)g * m->group_bytes;
     int flip = BYTES_SIGNED && kind.store == STORE_INT8 && !kind.has_min;
@@ -58,18 +57,14 @@ INLINE void int_tile(struct kind kind, int terms, int tokens, const struct cpu_m
                 for (int t = 0; t < tokens; t++) {
                     const struct cpu_block_info *info = in->info + (t0 + t) * info_stride + b;
                     int64_t place = (t0 + t) * in->stride + b * CPU_BLOCK;
-                    vi sum = vi_set1(0);
                     int32_t isum = kind.halves == 2 ? info->isum[h] : info->isum[0] + info->isum[1];
-                    if (bias && terms == 1)
-                        sum = vi_set1(-bias * isum);
-                    sum = dot_block(sum, w, in->hi + place, first, last, kind.store == STORE_INT4);
-                    if (terms == 2) {
-                        sum <<= 7;
-                        if (bias)
-                            sum += vi_set1(-bias * isum);
-                        sum = dot_block(sum, w, in->lo + place, first, last,
+                    vi sum = dot_block(vi_set1(0), w, in->hi + place, first, last,
+                                       kind.store == STORE_INT4);
+                    if (__builtin_expect(info->fine, 0))
+                        sum = dot_block(sum << 7, w, in->lo + place, first, last,
                                         kind.store == STORE_INT4);
-                    }
+                    if (bias)
+                        sum -= vi_set1(bias * isum);
                     acc[t] = vf_fma(vf_from_int(sum), scale * vf_set1(info->scale), acc[t]);
                     if (kind.has_min)
                         acc[t] = vf_fma(min, vf_set1(info->sum), acc[t]);
@@ -81,34 +76,34 @@ INLINE void int_tile(struct kind kind, int terms, int tokens, const struct cpu_m
     }
 }
 
-INLINE void int_groups(struct kind kind, int terms, const struct cpu_matrix *m, int64_t first,
-                       int64_t last, const struct cpu_input *in, int64_t tokens,
-                       const struct cpu_output *out)
+/* Tokens whose activations stay in the nearest cache while groups of weights go by. */
+enum { NEAR_TOKENS = 24 };
+
+INLINE void int_groups(struct kind kind, const struct cpu_matrix *m, int64_t first, int64_t last,
+                       const struct cpu_input *in, int64_t tokens, const struct cpu_output *out)
 {
-    for (int64_t g = first; g < last; g++) {
-        int64_t t = 0;
-        for (; t + INT_TOKENS <= tokens; t += INT_TOKENS)
-            int_tile(kind, terms, INT_TOKENS, m, g, in, t, out);
-        if (INT_TOKENS > 4)
-            for (; t + 4 <= tokens; t += 4)
-                int_tile(kind, terms, 4, m, g, in, t, out);
-        if (INT_TOKENS > 2)
-            for (; t + 2 <= tokens; t += 2)
-                int_tile(kind, terms, 2, m, g, in, t, out);
-        for (; t < tokens; t++)
-            int_tile(kind, terms, 1, m, g, in, t, out);
+    for (int64_t from = 0; from < tokens; from += NEAR_TOKENS) {
+        int64_t end = from + NEAR_TOKENS < tokens ? from + NEAR_TOKENS : tokens;
+        for (int64_t g = first; g < last; g++) {
+            int64_t t = from;
+            for (; t + INT_TOKENS <= end; t += INT_TOKENS)
+                int_tile(kind, INT_TOKENS, m, g, in, t, out);
+            if (INT_TOKENS > 4)
+                for (; t + 4 <= end; t += 4)
+                    int_tile(kind, 4, m, g, in, t, out);
+            if (INT_TOKENS > 2)
+                for (; t + 2 <= end; t += 2)
+                    int_tile(kind, 2, m, g, in, t, out);
+            for (; t < end; t++)
+                int_tile(kind, 1, m, g, in, t, out);
+        }
     }
 }
 
 static void matmul_int(const struct cpu_matrix *m, int64_t first, int64_t last,
                        const struct cpu_input *in, int64_t tokens, const struct cpu_output *out)
 {
-#define ONE_TERM(kind) int_groups(kind, 1, m, first, last, in, tokens, out)
-#define TWO_TERMS(kind) int_groups(kind, 2, m, first, last, in, tokens, out)
-    if (m->terms == 1)
-        FOR_INT_KIND(m, ONE_TERM);
-    else
-        FOR_INT_KIND(m, TWO_TERMS);
-#undef ONE_TERM
-#undef TWO_TERMS
+#define GROUPS(kind) int_groups(kind, m, first, last, in, tokens, out)
+    FOR_INT_KIND(m, GROUPS);
+#undef GROUPS
 }

@@ -45,7 +45,7 @@ struct cpu_matrix {
     int wide;   /* scales and minima are float32, else float16 */
     int halves; /* 2: a scale for each 16 columns; 1: for each 32 */
     int has_min;
-    int terms;  /* 8-bit terms an activation is split into: 1 or 2; 0: float activations */
+    int int8;   /* multiplied with 8-bit activations, else with float32 ones */
     size_t min_offset, value_offset, group_bytes; /* offsets within a group */
 };
 

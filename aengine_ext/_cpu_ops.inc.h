@@ -31,11 +31,38 @@ static void swiglu(float *gate, const float *up, int64_t n)
     }
 }
 
-/* An activation is split so that the first term alone is the nearest of 255 steps and both terms
- * together the nearest of 32,513. */
+static void narrow(const float *x, int64_t n, uint16_t *out)
+{
+    vf most = vf_set1(65504.0f);
+    for (int64_t i = 0; i < n; i += VL) {
+        vf v = vf_load(x + i);
+        v = vf_blend(v > most, most, v); /* NaN stays */
+        v = vf_blend(v < -most, -most, v);
+        vf_store_half(out + i, v);
+    }
+}
+
+/* A block whose largest value is this many times the token's root mean square is fine. Outliers sit
+ * in few blocks and make a step of 1/127 of them coarse for all that is beside them: with 6, a second
+ * term for a twelfth of the blocks halves the loss of one for none (docs/design/cpu-kernels.md). */
+static const float FINE_FROM = 6.0f;
+
+INLINE float mean_square(const float *x, int64_t n)
+{
+    vf squares = vf_set1(0.0f);
+    for (int64_t i = 0; i < n; i += VL) {
+        vf v = vf_load(x + i);
+        squares = vf_fma(v, v, squares);
+    }
+    return vf_sum(squares) / (float)n;
+}
+
+/* The first term alone is the nearest of 255 steps, both terms together the nearest of 32,513. */
 static void quantise(const float *x, int64_t n, int8_t *hi, int8_t *lo,
                      struct cpu_block_info *info)
 {
+    float size = sqrtf(mean_square(x, n)), limit = FINE_FROM * size;
+    float good = size < INFINITY ? 1.0f : NAN;
     for (int64_t k = 0; k < n; k += CPU_BLOCK, info++) {
         vf top = vf_set1(0.0f);
         for (int i = 0; i < CPU_BLOCK; i += VL)
@@ -45,6 +72,7 @@ static void quantise(const float *x, int64_t n, int8_t *hi, int8_t *lo,
         /* below float32's normal range the inverse overflows: such a block is zero */
         if (!(inverse < 3.0e38f))
             inverse = 0.0f;
+        int fine = most > limit;
         int32_t sums[2] = {0, 0};
         for (int half = 0; half < 2; half++) {
             vi total = vi_set1(0);
@@ -52,17 +80,17 @@ static void quantise(const float *x, int64_t n, int8_t *hi, int8_t *lo,
                 vf scaled = vf_load(x + k + i) * inverse;
                 vi first = vf_round(scaled);
                 vi_store_i8(hi + k + i, first);
-                if (lo) {
+                if (fine) {
                     vi second = vf_round((scaled - vf_from_int(first)) * 128.0f);
                     vi_store_i8(lo + k + i, second);
                     first = first * 128 + second;
                 }
                 total += first;
             }
-            for (int i = 0; i < VL; i++)
-                sums[half] += total[i];
+            sums[half] = vi_sum(total);
         }
-        info->scale = inverse > 0.0f ? most / (lo ? 127.0f * 128.0f : 127.0f) : 0.0f;
+        info->fine = fine;
+        info->scale = good * (inverse > 0.0f ? most / (fine ? 127.0f * 128.0f : 127.0f) : 0.0f);
         info->isum[0] = sums[0];
         info->isum[1] = sums[1];
         info->sum = info->scale * (float)(sums[0] + sums[1]);

@@ -8,6 +8,12 @@
 
 #include "_cpu_unpack.inc.h"
 
+/* Keys and values of a position from `at` on. */
+INLINE vf kv_load(int half, const void *row, int at)
+{
+    return half ? vf_half((const uint16_t *)row + at) : vf_load((const float *)row + at);
+}
+
 #include ISA_DOT_BLOCK
 
 #include "_cpu_matmul_int.inc.h"
@@ -21,5 +27,5 @@
 #define KERNEL_TABLE(NAME)                                                                         \
     {                                                                                              \
         .name = NAME, .matmul = matmul, .rms_norm = rms_norm, .rope = rope, .swiglu = swiglu,      \
-        .quantise = quantise, .attend_chunk = attend_chunk, .merge = merge,                        \
+        .quantise = quantise, .narrow = narrow, .attend_chunk = attend_chunk, .merge = merge,      \
     }

@@ -1,8 +1,8 @@
 /* Vectors of VL lanes on top of the compiler's vector extension.
  *
  * The including file defines VL, and may define as macros what its instruction set does better:
- * vf_fma, vf_max, vf_half (16-bit floats to a vector), vi_store_i8. Where it does not, the plain
- * forms below apply. Contraction is off (-ffp-contract=off in pyproject.toml), so a fused multiply-add is used
+ * vf_fma, vf_max, vf_half (16-bit floats to a vector), vf_store_half, vf_top, vi_sum, vi_store_i8.
+ * Where it does not, the plain forms below apply. Contraction is off (-ffp-contract=off in pyproject.toml), so a fused multiply-add is used
  * exactly where vf_fma is written.
  */
 #include <stdint.h>
@@ -63,9 +63,27 @@ INLINE vf vf_half(const void *p)
     memcpy(h, p, sizeof h);
     for (int i = 0; i < VL; i++)
         wide[i] = h[i];
-    /* as cpu_half_to_float; infinities do not occur in scales */
-    vf magnitude = (vf)((wide & 0x7fff) << 13) * 0x1p112f;
+    vu bits = (wide & 0x7fff) << 13;
+    vf magnitude = (vf)bits * 0x1p112f; /* as cpu_half_to_float */
+    magnitude = vf_blend((wide & 0x7c00) == 0x7c00, (vf)(bits | 0x7f800000), magnitude);
     return (vf)((vu)magnitude | (wide & 0x8000) << 16);
+}
+#endif
+
+/* |v| <= 65504 or NaN */
+#ifndef vf_store_half
+INLINE void vf_store_half(uint16_t *p, vf v)
+{
+    vf size = vf_abs(v);
+    vi bits = (vi)size;
+    /* to the nearest even of the 10 bits that stay, and the exponent's bias moved */
+    vi normal = ((bits + 0xfff + (bits >> 13 & 1)) >> 13) - (112 << 10);
+    /* below 2^-14 the last place is worth 2^-24, as in a float of [0.5, 1) */
+    vi small = (vi)(size + 0.5f) - 0x3f000000;
+    vi half = (vi)vf_blend(size < 0x1p-14f, (vf)small, (vf)normal);
+    half = (vi)vf_blend(size != size, (vf)vi_set1(0x7e00), (vf)half) | ((vi)v >> 16 & 0x8000);
+    for (int i = 0; i < VL; i++)
+        p[i] = (uint16_t)half[i];
 }
 #endif
 
@@ -89,6 +107,17 @@ INLINE float vf_sum(vf v)
     return lane[0];
 }
 
+#ifndef vi_sum
+INLINE int32_t vi_sum(vi v)
+{
+    int32_t sum = 0;
+    for (int i = 0; i < VL; i++)
+        sum += v[i];
+    return sum;
+}
+#endif
+
+#ifndef vf_top
 INLINE float vf_top(vf v)
 {
     float lane[VL];
@@ -97,6 +126,7 @@ INLINE float vf_top(vf v)
         lane[0] = lane[i] > lane[0] ? lane[i] : lane[0];
     return lane[0];
 }
+#endif
 
 /* e^x to about 1e-7 relative: 2^n times a polynomial on [-ln2/2, ln2/2] (Cephes' coefficients).
  * Below -87 the result is 0, above 88 it is about 1.6e38. */

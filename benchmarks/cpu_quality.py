@@ -61,12 +61,12 @@ def main() -> None:
         max_model_len=args.tokens,
     )
     wanted = run(model, [ids], [500])[0].log_softmax(-1)
-    for mode in ("float32", "int8"):
+    for mode, kv_dtype in (("float32", torch.float32), ("int8", torch.float16)):
         native = Bound(NativeModel(native_spec(spec, mode, 2), files.weights), model)
-        found = run(native, [ids], [500])[0].log_softmax(-1)
+        found = run(native, [ids], [500], kv_dtype)[0].log_softmax(-1)
         same = (found.argmax(-1) == wanted.argmax(-1)).float().mean()
         divergence = (wanted.exp() * (wanted - found)).sum(-1).mean()
-        print(f"{mode}: {len(ids)} tokens, top-1 {same:.4f}, KL {divergence:.5f}")
+        print(f"{mode}, KV {kv_dtype}: {len(ids)} tokens, top-1 {same:.4f}, KL {divergence:.5f}")
 
 
 if __name__ == "__main__":

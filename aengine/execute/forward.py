@@ -46,7 +46,7 @@ class NativeForward:
 
     Args:
         model: the packed model.
-        kv_cache: one float32 entry a layer; kept alive here, used by address.
+        kv_cache: one float16 or float32 entry a layer; kept alive here, used by address.
     """
 
     def __init__(self, model: NativeModel, kv_cache: Sequence[KVLayer]) -> None:
@@ -56,6 +56,10 @@ class NativeForward:
         self._keys = [layer.k.data_ptr() for layer in kv_cache]
         self._values = [layer.v.data_ptr() for layer in kv_cache]
         self._blocks = tuple(kv_cache[0].k.shape[:2])
+        dtype = kv_cache[0].k.dtype
+        if dtype not in (torch.float16, torch.float32):
+            raise ValueError(f"keys and values of {dtype}: the CPU kernels take float16 or float32")
+        self._kv_itemsize = dtype.itemsize
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [S, vocab_size] float32."""
@@ -82,6 +86,7 @@ class NativeForward:
                 **batch._asdict(),
                 keys=self._keys,
                 values=self._values,
+                kv_itemsize=self._kv_itemsize,
                 num_blocks=num_blocks,
                 block_size=block_size,
                 out=logits,

@@ -69,6 +69,8 @@ class LoadedModel:
 class LoadedWeights:
     """A network with its weights, which computes when it is bound to a KV cache."""
 
+    dtype: torch.dtype
+    """What it computes in: that of its activations."""
     spec: KVCacheSpec
     """The KV cache that it wants."""
     bind: Callable[[list[KVLayer]], Forward]
@@ -130,7 +132,7 @@ def load_model(
         make_for_profile,
         graphs=pairs if config.cuda_graphs and device.type == "cuda" else 0,
         longest=wanted or longest,
-        itemsize=spec.dtype.itemsize,
+        itemsize=weights.dtype.itemsize,
         device=device,
     )
     max_model_len = wanted or fit_context(spec, config.kv_cache, profile, longest=longest)
@@ -205,7 +207,11 @@ def load_weights(config: EngineConfig, files: LoadedFiles, device: torch.device)
     network = decoder_spec(files.config, wanted or longest)
     mode = _native_mode(config, files, network, device, wanted or longest)
     dtype = torch.float32 if mode is not None else _dtype(config, files, device)
-    spec = KVCacheSpec.of(files.config, block_size=config.scheduler.tokens_per_block, dtype=dtype)
+    spec = KVCacheSpec.of(
+        files.config,
+        block_size=config.scheduler.tokens_per_block,
+        dtype=_kv_dtype(config, mode, dtype),
+    )
     bind: Callable[[list[KVLayer]], Forward]
     if mode is not None and files.weights is not None:
         native = NativeModel(native_spec(network, mode, _threads(config)), files.weights)
@@ -215,7 +221,7 @@ def load_weights(config: EngineConfig, files: LoadedFiles, device: torch.device)
         model = _torch_model(config, files, network, dtype, device, wanted or longest)
         weight_bytes, compute = model.weight_bytes, f"torch, {dtype}, {device.type}"
         bind = partial(_bind_torch, model, config.scheduler.max_num_seqs, wanted or longest, device)
-    return LoadedWeights(spec=spec, bind=bind, nbytes=weight_bytes, compute=compute)
+    return LoadedWeights(dtype=dtype, spec=spec, bind=bind, nbytes=weight_bytes, compute=compute)
 
 
 def _native_mode(
@@ -244,6 +250,28 @@ def _native_mode(
     if reason is not None or config.dtype not in ("auto", "float32", "int8"):
         return None
     return "float32" if config.dtype == "float32" else "int8"
+
+
+def _kv_dtype(
+    config: EngineConfig, mode: Literal["float32", "int8"] | None, dtype: torch.dtype
+) -> torch.dtype:
+    """What keys and values are kept as.
+
+    Raises:
+        ConfigError: the kernels cannot read what is asked for.
+    """
+    wanted = config.kv_cache.dtype
+    if wanted == "auto":
+        return torch.float16 if mode == "int8" else dtype
+    there = (torch.float16, torch.float32) if mode is not None else (dtype,)
+    found: torch.dtype = getattr(torch, wanted)
+    if found not in there:
+        names = " or ".join(f'"{str(each).removeprefix("torch.")}"' for each in there)
+        raise ConfigError(
+            f'kv_cache_dtype="{wanted}": this model\'s keys and values can be {names} here '
+            '("auto" chooses)'
+        )
+    return found
 
 
 def native_spec(network: DecoderSpec, mode: Literal["float32", "int8"], threads: int) -> NativeSpec:

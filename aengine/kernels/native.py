@@ -2,7 +2,7 @@
 
 Weights stay as the file stores them (4 or 8 bits), repacked for the kernels and never widened. In
 mode "float32" they are unpacked in registers and multiplied with float32 activations; in mode
-"int8" activations are quantised in blocks of 32 to one or two 8-bit terms. A row's result does not
+"int8" activations are quantised in blocks of 32 to one 8-bit term, or two where outliers are. A row's result does not
 depend on the batch that it is in. See `docs/design/cpu-kernels.md`.
 """
 
@@ -41,8 +41,6 @@ GGML_TYPES = {
 _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _LISTED = 12
 """Names that an error lists before it only counts."""
-_TWO_TERMS = frozenset({"o_proj", "down_proj"})
-"""Products whose inputs have outliers: there one 8-bit term costs most of the agreement lost."""
 
 
 class StoredTensor(Protocol):
@@ -189,9 +187,8 @@ class NativeModel:
             prefix = f"model.layers.{layer}"
             for kind, name in enumerate(_MATRICES):
                 part = "self_attn" if kind < 4 else "mlp"
-                terms = 2 if name in _TWO_TERMS else 1
                 full = f"{prefix}.{part}.{name}.weight"
-                self._matrix(weights, layer * 7 + kind, full, shapes[name], terms)
+                self._matrix(weights, layer * 7 + kind, full, shapes[name])
             self._vector(weights, layer * 5, f"{prefix}.input_layernorm.weight", hidden)
             self._vector(
                 weights, layer * 5 + 1, f"{prefix}.post_attention_layernorm.weight", hidden
@@ -202,10 +199,9 @@ class NativeModel:
                     self._vector(weights, layer * 5 + at, bias, size)
         vocabulary = (spec.vocab_size, hidden)
         first = spec.num_layers * 7
-        # The head's rounding is what decides between two likely tokens: it gets both terms.
-        self._matrix(weights, first, "model.embed_tokens.weight", vocabulary, 2)
+        self._matrix(weights, first, "model.embed_tokens.weight", vocabulary)
         if not spec.tied:
-            self._matrix(weights, first + 1, "lm_head.weight", vocabulary, 2)
+            self._matrix(weights, first + 1, "lm_head.weight", vocabulary)
         self._vector(weights, spec.num_layers * 5, "model.norm.weight", hidden)
         if spec.tied:
             self._used.add("lm_head.weight")
@@ -229,7 +225,7 @@ class NativeModel:
         return tensor
 
     def _matrix(
-        self, weights: StoredTensors, index: int, name: str, shape: tuple[int, int], terms: int
+        self, weights: StoredTensors, index: int, name: str, shape: tuple[int, int]
     ) -> None:
         tensor = self._find(weights, name, shape)
         rows, cols = shape
@@ -239,9 +235,9 @@ class NativeModel:
             raw = np.ascontiguousarray(tensor.raw)
         else:
             kind, raw = GGML_TYPES["F32"], np.ascontiguousarray(tensor.dequantize())
-        wanted = 0 if self.spec.mode == "float32" else terms
+        int8 = self.spec.mode == "int8"
         self.nbytes += self._module.set_matrix(
-            self._model, index, kind, rows, cols, wanted, raw.reshape(-1).view(np.uint8)
+            self._model, index, kind, rows, cols, int8, raw.reshape(-1).view(np.uint8)
         )
 
     def _vector(self, weights: StoredTensors, index: int, name: str, size: int) -> None:
@@ -260,6 +256,7 @@ class NativeModel:
         logit_index: npt.NDArray[np.int64],
         keys: Sequence[int],
         values: Sequence[int],
+        kv_itemsize: int,
         num_blocks: int,
         block_size: int,
         out: npt.NDArray[np.float32],
@@ -270,8 +267,9 @@ class NativeModel:
             token_ids, positions, slot_mapping: [T] int64.
             query_start: [R+1], context_lens: [R], block_tables: [R, B], int32.
             logit_index: [S] int64, tokens whose logits are wanted.
-            keys, values: address of each layer's float32
+            keys, values: address of each layer's
                 [num_blocks, block_size, num_kv_heads, head_dim].
+            kv_itemsize: bytes of one of their numbers; 2: float16, 4: float32.
             out: [S, vocab_size] float32, contiguous.
 
         Raises:
@@ -301,6 +299,7 @@ class NativeModel:
             out.ctypes.data,
             keys,
             values,
+            kv_itemsize,
         )
 
     def _check(

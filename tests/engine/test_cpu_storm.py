@@ -53,7 +53,7 @@ def place(
         device="cpu",
         dtype=str(request.param),
         tokens=range(1000, 40_000),
-        bytes_per_token=LAYERS * 2 * 3 * 64 * 4,
+        bytes_per_token=LAYERS * 2 * 3 * 64 * (2 if request.param == "int8" else 4),
     )
 
 

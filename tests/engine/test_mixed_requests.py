@@ -212,7 +212,8 @@ async def mixed(
     rng = random.Random(seed)
     wishes = [wish(rng) for _ in range(count)]
     config = files.config
-    block_bytes = config.num_layers * 2 * BLOCK * config.num_kv_heads * config.head_dim * 4
+    values = config.num_layers * 2 * BLOCK * config.num_kv_heads * config.head_dim
+    block_bytes = values * (4 if dtype == "float32" else 2)
     engine = Engine(
         "smollm2-135m",
         device="cpu",

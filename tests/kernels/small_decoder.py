@@ -192,11 +192,13 @@ def oracle(
 class Cache:
     """A paged cache of a `NativeModel`, and its steps."""
 
-    def __init__(self, model: NativeModel, num_blocks: int) -> None:
+    def __init__(
+        self, model: NativeModel, num_blocks: int, dtype: type[np.floating[Any]] = np.float32
+    ) -> None:
         sizes = model.spec
         self.model, self.num_blocks = model, num_blocks
         shape = (num_blocks, BLOCK, sizes.num_kv_heads, sizes.head_dim)
-        self.layers = [np.zeros(shape, np.float32) for _ in range(2 * sizes.num_layers)]
+        self.layers = [np.zeros(shape, dtype) for _ in range(2 * sizes.num_layers)]
 
     def step(self, rows: Sequence[tuple[Sequence[int], int, Sequence[int]]]) -> list[Any]:
         """One step; each row is token ids, the first one's position and the row's blocks.
@@ -227,6 +229,7 @@ class Cache:
             logit_index=np.arange(len(positions)),
             keys=addresses[: sizes.num_layers],
             values=addresses[sizes.num_layers :],
+            kv_itemsize=self.layers[0].itemsize,
             num_blocks=self.num_blocks,
             block_size=BLOCK,
             out=out,
@@ -235,11 +238,15 @@ class Cache:
 
 
 def run(
-    model: NativeModel, sequences: Sequence[Sequence[int]], chunks: Sequence[int]
+    model: NativeModel,
+    sequences: Sequence[Sequence[int]],
+    chunks: Sequence[int],
+    dtype: type[np.floating[Any]] = np.float32,
 ) -> list[npt.NDArray[np.float32]]:
-    """Logits of every position of every sequence, `chunks` tokens at a step (the last repeats)."""
+    """Logits of every position of every sequence, `chunks` tokens at a step (the last repeats).
+    `dtype`: of keys and values."""
     per = -(-max(map(len, sequences)) // BLOCK)
-    cache = Cache(model, per * len(sequences) + 1)
+    cache = Cache(model, per * len(sequences) + 1, dtype)
     # Blocks interleave, so that a row that reads another's block is seen.
     blocks = [
         list(range(1 + i, 1 + per * len(sequences), len(sequences))) for i in range(len(sequences))

@@ -6,6 +6,7 @@ No torch here: these tests also run under the sanitizers (`tests/device/test_san
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -75,6 +76,47 @@ def test_int8_mode_is_near_the_oracle(
 
 
 @pytest.mark.parametrize("isa", sets())
+def test_an_outlier_does_not_coarsen_what_is_beside_it(
+    isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its block has a second 8-bit term. The head ignores the outlier itself: what counts is what
+    shares a block with it."""
+    monkeypatch.setenv("AENGINE_CPU_ISA", isa)
+    sizes, weights = case("Q8_0", hidden=512, mode="int8", layers=1)
+    (ids,) = sequences(40)
+    errors = []
+    for outlier in (1.0, 100.0):
+        scales = np.ones((1, 512), dtype=np.float32)
+        scales[0, 17::32] = 0.0
+        scales[0, 17] = outlier
+        blocks = weights["lm_head.weight"].raw.reshape(77, -1, 34).copy()
+        blocks[:, :, 2 + 17] = 0
+        head = replace(weights["lm_head.weight"], stored=blocks.reshape(77, -1))
+        norm = replace(weights["model.norm.weight"], stored=scales.view(np.uint8))
+        given = weights | {"lm_head.weight": head, "model.norm.weight": norm}
+        (found,) = small.run(native.NativeModel(sizes, given), [ids], [40])
+        errors.append(relative(found, small.oracle(sizes, given, ids)))
+    assert errors[1] < 1.1 * errors[0], errors
+
+
+@pytest.mark.parametrize("isa", sets())
+@pytest.mark.parametrize("mode", ["float32", "int8"])
+def test_kinds_of_weights_that_share_an_input(
+    mode: Literal["float32", "int8"], isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file may keep some matrices as floats: the input serves both."""
+    monkeypatch.setenv("AENGINE_CPU_ISA", isa)
+    sizes, weights = case("Q8_0", mode=mode)
+    _, others = case("F16")
+    for name in ("q_proj", "v_proj", "gate_proj"):
+        weights |= {key: value for key, value in others.items() if f".{name}.weight" in key}
+    given = sequences(1, 19)
+    model = native.NativeModel(sizes, weights)
+    for ids, found in zip(given, small.run(model, given, [17, 1]), strict=True):
+        assert relative(found, small.oracle(sizes, weights, ids)) < 0.03
+
+
+@pytest.mark.parametrize("isa", sets())
 @pytest.mark.parametrize("head_dim", [32, 96, 160])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (7, 1), (10, 2)])
 def test_odd_numbers_of_heads(
@@ -91,20 +133,92 @@ def test_odd_numbers_of_heads(
         assert relative(found, small.oracle(sizes, weights, ids)) < 1e-5
 
 
+@pytest.mark.parametrize("isa", sets())
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(3, 1, 32), (7, 1, 96), (10, 2, 160)])
+def test_float16_keys_and_values_are_the_oracle_within_their_rounding(
+    heads: int, kv_heads: int, head_dim: int, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AENGINE_CPU_ISA", isa)
+    sizes, weights = case("Q4_1", heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    given = sequences(3, 130, 261)
+    model = native.NativeModel(sizes, weights)
+    runs = [small.run(model, given, [97, 160, 1], kv) for kv in (np.float16, np.float32)]
+    for ids, half, whole in zip(given, *runs, strict=True):
+        assert relative(half, small.oracle(sizes, weights, ids)) < 1e-4
+        assert relative(half, whole) > 0
+
+
+@pytest.mark.parametrize("isa", sets())
+def test_float16_values_are_rounded_as_numpy_rounds(
+    isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values are a projection's bias when its weights are zero: any float can be stored."""
+    monkeypatch.setenv("AENGINE_CPU_ISA", isa)
+    sizes, weights = case("F32", kv_heads=1, head_dim=160, layers=1)
+    rng = np.random.default_rng(5)
+    edges = [0.0, 65504.0, 65519.0, 65520.0, -1e9, np.inf, -np.inf, 2.0**-14, 2.0**-25]
+    edges += [2.0**-24, 1.5 * 2.0**-24, 1.0 + 2.0**-11, 1.0 + 3 * 2.0**-11, 1e-30, -6.1e-5]
+    spread = rng.choice([-1, 1], 160) * 2.0 ** rng.uniform(-26, 17, 160)
+    given = np.concatenate([edges, spread])[:160].astype(np.float32)
+    at = "model.layers.0.self_attn.v_proj"
+    zero = np.zeros((160, sizes.hidden_size), dtype=np.float32)
+    weights[f"{at}.weight"] = replace(weights[f"{at}.weight"], stored=zero.view(np.uint8))
+    weights[f"{at}.bias"] = replace(weights[f"{at}.bias"], stored=given[None].view(np.uint8))
+    cache = small.Cache(native.NativeModel(sizes, weights), 2, np.float16)
+    cache.step([([5], 0, [1])])
+    stored = cache.layers[1][1, 0, 0]
+    assert np.array_equal(
+        stored.view(np.uint16), given.clip(-65504, 65504).astype(np.float16).view(np.uint16)
+    )
+
+
+@pytest.mark.parametrize("isa", sets())
+@pytest.mark.parametrize(
+    ("dtype", "mode", "kv_dtype"),
+    [
+        ("F32", "float32", np.float16),
+        ("F32", "float32", np.float32),
+        ("Q4_0", "int8", np.float16),
+        ("Q4_1", "int8", np.float16),
+        ("Q6_K", "int8", np.float32),
+    ],
+)
+def test_a_number_that_is_none_is_not_hidden(
+    dtype: str,
+    mode: Literal["float32", "int8"],
+    kv_dtype: type[np.floating[Any]],
+    isa: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AENGINE_CPU_ISA", isa)
+    sizes, weights = case(dtype, mode=mode, layers=1)
+    name = "model.layers.0.self_attn.v_proj.bias"
+    nothing = np.full_like(weights[name].dequantize()[None], np.nan)
+    weights[name] = replace(weights[name], stored=nothing.view(np.uint8))
+    cache = small.Cache(native.NativeModel(sizes, weights), 2, kv_dtype)
+    (logits,) = cache.step([([5], 0, [1])])
+    assert np.isnan(logits).all()
+
+
+@pytest.mark.parametrize("kv_dtype", [np.float16, np.float32])
 @pytest.mark.parametrize("mode", ["float32", "int8"])
 @pytest.mark.parametrize("isa", sets())
 @pytest.mark.parametrize("dtype", ["Q4_0", "Q8_0", "Q6_K", "F16"])
 def test_a_row_gives_the_same_bits_alone_and_in_any_batch(
-    dtype: str, isa: str, mode: Literal["float32", "int8"], monkeypatch: pytest.MonkeyPatch
+    dtype: str,
+    isa: str,
+    mode: Literal["float32", "int8"],
+    kv_dtype: type[np.floating[Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("AENGINE_CPU_ISA", isa)
     sizes, weights = case(dtype, mode=mode)
     alone_sizes, _ = case(dtype, mode=mode, threads=1)
     given = sequences(150, 9, 140, 1)
-    together = small.run(native.NativeModel(sizes, weights), given, [17, 110, 3, 1])
+    together = small.run(native.NativeModel(sizes, weights), given, [17, 110, 3, 1], kv_dtype)
     alone = native.NativeModel(alone_sizes, weights)
     for ids, found in zip(given, together, strict=True):
-        assert np.array_equal(found, small.run(alone, [ids], [len(ids)])[0])
+        assert np.array_equal(found, small.run(alone, [ids], [len(ids)], kv_dtype)[0])
 
 
 WRAP = 2**32
@@ -160,6 +274,8 @@ WRAP = 2**32
         {"keys": [1]},
         {"keys": [1, 2, 3]},
         {"keys": [0, 0]},
+        {"kv_itemsize": 8},
+        {"kv_itemsize": 0},
     ],
 )
 def test_a_step_out_of_range_is_refused(changes: dict[str, Any]) -> None:
@@ -178,12 +294,13 @@ def test_a_step_out_of_range_is_refused(changes: dict[str, Any]) -> None:
             "logit_index": np.array([1]),
             "keys": [layer.ctypes.data] * 2,
             "values": [layer.ctypes.data] * 2,
+            "kv_itemsize": 4,
             "num_blocks": 3,
             "block_size": small.BLOCK,
             "out": np.full((1, 77), np.nan, dtype=np.float32),
         }
 
-    with pytest.raises(ValueError, match=r"range|integers|float32|address"):
+    with pytest.raises(ValueError, match=r"range|integers|float32|address|bytes"):
         model.forward(**step() | changes)
     good = step()
     model.forward(**good)
@@ -206,6 +323,7 @@ def test_a_read_only_output_is_refused() -> None:
             logit_index=np.array([0]),
             keys=[layer.ctypes.data for layer in cache.layers[:2]],
             values=[layer.ctypes.data for layer in cache.layers[2:]],
+            kv_itemsize=4,
             num_blocks=2,
             block_size=small.BLOCK,
             out=out,

@@ -22,7 +22,10 @@ BLOCK = 4
 
 
 def run(
-    model: CausalLM, sequences: Sequence[Sequence[int]], chunks: Sequence[int]
+    model: CausalLM,
+    sequences: Sequence[Sequence[int]],
+    chunks: Sequence[int],
+    kv_dtype: torch.dtype = torch.float32,
 ) -> list[torch.Tensor]:
     """Logits [length, V] of every position of every sequence.
 
@@ -30,8 +33,9 @@ def run(
         model: on the CPU, float32.
         sequences: token ids.
         chunks: how many tokens each step computes of each sequence, repeated at its end.
+        kv_dtype: of keys and values.
     """
-    whole = KVCacheSpec.of(model.config, block_size=BLOCK, dtype=torch.float32)
+    whole = KVCacheSpec.of(model.config, block_size=BLOCK, dtype=kv_dtype)
     cache = replace(whole, num_kv_heads=model.num_kv_heads)
     per_sequence = -(-max(map(len, sequences)) // BLOCK)
     layers = cache.allocate(per_sequence * len(sequences), torch.device("cpu"))

@@ -63,8 +63,8 @@ static void pack_q4(const struct row_out *o, const uint8_t *raw)
         put_scale(o, b, read16(raw), 0);
         if (o->m->has_min)
             put_min(o, b, read16(raw + 2), 0);
-        for (int i = 0; i < 16; i++) /* ggml pairs column i with i + 16, and so does the layout */
-            *value_at(o, b, i) = raw[header + i];
+        for (int i = 0; i < 16; i += 4) /* ggml pairs column i with i + 16, and so does the layout */
+            memcpy(value_at(o, b, i), raw + header + i, 4);
     }
 }
 
@@ -72,8 +72,12 @@ static void pack_q8_0(const struct row_out *o, const uint8_t *raw)
 {
     for (int64_t b = 0; b < o->m->blocks; b++, raw += 34) {
         put_scale(o, b, read16(raw), 0);
-        for (int i = 0; i < 32; i++)
-            *value_at(o, b, i) = raw[2 + i] ^ 0x80;
+        for (int i = 0; i < 32; i += 4) {
+            uint32_t four;
+            memcpy(&four, raw + 2 + i, 4);
+            four ^= 0x80808080;
+            memcpy(value_at(o, b, i), &four, 4);
+        }
     }
 }
 

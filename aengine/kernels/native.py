@@ -2,8 +2,8 @@
 
 Weights stay as the file stores them (4 or 8 bits), repacked for the kernels and never widened. In
 mode "float32" they are unpacked in registers and multiplied with float32 activations; in mode
-"int8" activations are quantised in blocks of 32 to one 8-bit term, or two where outliers are. A row's result does not
-depend on the batch that it is in. See `docs/design/cpu-kernels.md`.
+"int8" activations are quantised in blocks of 32 to one 8-bit term, or two where outliers are. A
+row's result does not depend on the batch that it is in. See `docs/design/cpu-kernels.md`.
 """
 
 from __future__ import annotations

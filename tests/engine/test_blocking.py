@@ -108,7 +108,7 @@ def test_an_impossible_timeout_closes_nothing(engine: BlockingEngine) -> None:
 
 
 def test_closing_ends_the_calls_of_other_threads() -> None:
-    before = set(threading.enumerate())  # an engine that an earlier test dropped may have some
+    before = set(threading.enumerate())  # what other tests left is not looked at
     engine = BlockingEngine.around(scripted_engine(faults=Faults(delay=0.005))).start()
     outcomes: list[BaseException] = []
 
